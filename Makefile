@@ -1,0 +1,49 @@
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Worker processes of the test run
+N ?= 2
+PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml) harness/pyproject.toml)
+
+.PHONY: help setup demo test test-deep check wheels bench format clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '%-10s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP) ## Create .venv and install everything into it, when something changed
+
+$(STAMP): requirements-dev.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+demo: setup ## Run the demo; options in ARGS="..."
+	$(BIN)/python -m graphreplay_harness.demo $(ARGS)
+
+# One thread per process: the workers share the cores already.
+test: setup ## Run the tests; N=1 for one process, ARGS="..." for pytest's options
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(N) $(ARGS)
+
+test-deep: setup ## Run every test, the long ones too, with many more examples
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(N) -m "" $(ARGS)
+
+check: setup ## Lint, type-check, check imports and files, then the wheels
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+	$(MAKE) wheels
+	$(BIN)/python tools/check_wheels.py dist
+
+wheels: setup ## Build the wheel of every package into dist/
+	rm -rf dist
+	for project in $(PROJECTS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$project || exit; done
+
+bench: setup ## Time the benchmark cases; ARGS="..." for pytest's options
+	$(BIN)/python -m pytest harness/benchmarks --benchmark-enable --benchmark-only $(ARGS)
+
+format: setup ## Sort imports, fix what ruff can, format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove everything built or cached, but not .venv
+	rm -rf dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	find packages harness tests tools -name __pycache__ -prune -exec rm -rf {} +

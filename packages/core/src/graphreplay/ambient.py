@@ -1,0 +1,45 @@
+"""Process state that changes what a forward computes, though no kwarg shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_FP32_BACKENDS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+
+
+def ambient_state(device_type: str) -> tuple[Any, ...]:
+    """A key over grad and inference mode, autocast, default dtype, determinism, precision and SDPA switches.
+
+    Two calls under equal states run the same kernels on the same inputs.
+    """
+    autocast = torch.is_autocast_enabled(device_type)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        *[torch._C._get_fp32_precision_getter(backend, op) for backend, op in _FP32_BACKENDS],
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+def eager_only() -> str | None:
+    """Why a call under the current process state must not be captured or replayed, or None."""
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing the call"
+    if torch._C._len_torch_dispatch_stack():
+        return "a torch dispatch mode is active, and a replay would hide every operator from it"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a functorch transform (vmap, grad) is active"
+    return None

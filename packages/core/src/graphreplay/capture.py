@@ -1,0 +1,164 @@
+"""From a miss to a graph: what every capture does, on any platform."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphreplay.entry import Entry
+from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
+from graphreplay.hooks import BackendHooks
+from graphreplay.observe import Observer, Snapshot
+from graphreplay.opmode import where_raised
+from graphreplay.request import Request
+from graphreplay.static import clone_static
+from graphreplay.storage import storage_ids
+from graphreplay.tree import tensors
+from graphreplay.weights import ModuleWatch
+
+
+class _Here(threading.local):
+    capturing = False
+
+
+_here = _Here()
+
+
+def capturing_here() -> bool:
+    """Whether this thread is inside the warm-up or capture of some graphed forward."""
+    return _here.capturing
+
+
+@contextmanager
+def quiet_capture(device: torch.device) -> Iterator[None]:
+    """Keeps the rest of the process out of a capture, and the capture out of the rest of the process.
+
+    Collection is held off, since a graph or tensor freed in the window breaks it; random generators end as they were, so
+    that warm-up draws nothing that an eager call would not; the autocast weight cache is off, since it would hand memory
+    of one graph to others. All of it is as before afterwards.
+    """
+    collecting = gc.isenabled()
+    caching = torch.is_autocast_cache_enabled()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        _here.capturing = True
+        gc.disable()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(caching)
+            if collecting:
+                gc.enable()
+            _here.capturing = False
+
+
+@contextmanager
+def body_error_wins(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enters ``make()`` for the body. If both the body and the exit raise, the body's error is the one that counts, and
+    an exit cannot swallow it."""
+    context = make()
+    context.__enter__()
+    try:
+        yield
+    except BaseException as error:
+        try:
+            context.__exit__(type(error), error, error.__traceback__)
+        except Exception as exit_error:
+            error.add_note(f"and leaving {context!r} raised {type(exit_error).__name__}: {exit_error}")
+        raise error
+    context.__exit__(None, None, None)
+
+
+class PhaseError(CaptureError):
+    """A capture failed; the message says in which phase, why, and where in the forward."""
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UnsupportedLeafError:
+        raise
+    except Exception as error:
+        raise PhaseError(f"{name} failed: {describe(error)}") from error
+
+
+def describe(error: Exception) -> str:
+    """An error as a reason: errors of this package speak for themselves, others say where they were raised."""
+    if isinstance(error, GraphReplayError):
+        return str(error)
+    return f"{type(error).__name__}: {error} (raised at {where_raised(error)})"
+
+
+def build_entry(
+    hooks: BackendHooks,
+    module: Callable[..., Any],
+    request: Request,
+    watch: ModuleWatch,
+    capture_context: Callable[[], AbstractContextManager[Any]],
+    warmup_iters: int,
+) -> Entry:
+    """Clones the inputs, warms up, and captures: everything between a miss and a graph.
+
+    The first warm-up runs under an observer, which sees what the forward touches and saves what it is about to write;
+    the last one runs under the platform's host-sync probe. Whatever happens, buffers end as they were.
+
+    Raises:
+        UnsupportedLeafError: these inputs or outputs cannot be graphed; others may be.
+        PhaseError: anything else, with the phase in which it happened.
+    """
+    with _phase("clone"):
+        static = clone_static(request.kwargs)
+    given = tensors(static)
+    # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
+    inputs = [leaf for leaf in given if leaf.device == hooks.device]
+    before = Snapshot(watch.buffers)
+    observer = Observer(storage_ids(given), before)
+
+    def forward() -> Any:
+        return module(**static)
+
+    try:
+        with body_error_wins(capture_context), watch.attributes_kept():
+            with hooks._warmup_stream():
+                for iteration in range(warmup_iters):
+                    probed = iteration == warmup_iters - 1
+                    with (
+                        _phase(f"warm-up {iteration + 1}" + " under the host-sync probe" * probed),
+                        hooks._sync_probe() if probed else nullcontext(),
+                        observer if iteration == 0 else nullcontext(),
+                    ):
+                        forward()
+            with _phase("capture"):
+                graph, outputs = hooks._capture_graph(forward)
+    finally:
+        before.restore()
+    try:
+        output_leaves = tensors(outputs, "output")
+        touched = (*observer.outside.values(), *observer.written_static(given), *output_leaves)
+        _check_devices(touched, hooks.device)
+    except BaseException:
+        graph.reset()
+        raise
+    for storage, tensor in observer.outside.items():
+        if storage not in watch.storage_ids:
+            watch.add(f"of shape {tuple(tensor.shape)} from outside the module", tensor)
+    written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
+    return Entry(graph, inputs, written, outputs, output_leaves, request.options.keep_alive)
+
+
+def _check_devices(touched: Iterable[Tensor], device: torch.device) -> None:
+    for tensor in touched:
+        if tensor.device != device:
+            raise UnsupportedLeafError(
+                "forward",
+                f"it uses, writes or returns a tensor of shape {tuple(tensor.shape)} on {tensor.device}, and the graphs "
+                f"are on {device}; move it there",
+            )

@@ -1,0 +1,74 @@
+"""One captured graph with its static inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from graphreplay.storage import CopyPlan
+from graphreplay.tree import replace_tensors
+
+
+class Graph(Protocol):
+    """What a backend's ``_capture_graph`` returns."""
+
+    nbytes: int
+    """Device memory that the graph holds, without its static inputs."""
+
+    def replay(self) -> None:
+        """Launches the captured work on the current stream."""
+
+    def reset(self) -> None:
+        """Frees the graph; it is never replayed again."""
+
+
+class Entry:
+    """A graph, the tensors that it reads its inputs from, and the tensors that it leaves its outputs in.
+
+    Args:
+        graph: from the backend.
+        inputs: the static inputs, in leaf order.
+        written: positions of inputs that the forward writes.
+        outputs: the static output tree; output_leaves are its tensors.
+        keep_alive: objects that the graph reads by address.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: list[Tensor],
+        written: Sequence[int],
+        outputs: Any,
+        output_leaves: list[Tensor],
+        keep_alive: tuple[Any, ...],
+    ) -> None:
+        self.graph = graph
+        self.replays = 0
+        self._inputs = inputs
+        self._staging = CopyPlan(inputs)
+        self._written = written
+        self._write_back = CopyPlan([inputs[position] for position in written])
+        self._outputs = outputs
+        self._output_leaves = output_leaves
+        self._handing_out = CopyPlan(output_leaves)
+        self._keep_alive = keep_alive
+        self.nbytes = graph.nbytes + self._staging.nbytes
+
+    def accepts(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether these inputs can be staged; only lazily conjugated views that share storage cannot."""
+        return self._staging.uncopyable(leaves) is None
+
+    def replay(self, leaves: Sequence[Tensor]) -> Any:
+        """Stages the inputs, replays, and returns outputs that the caller owns.
+
+        Inputs that the forward writes are written in ``leaves`` too, as the eager forward would do.
+        """
+        self._staging.copy(self._inputs, leaves)
+        self.graph.replay()
+        self.replays += 1
+        if self._written:
+            positions = self._written
+            self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
+        return replace_tensors(self._outputs, iter(self._handing_out.clone(self._output_leaves)))

@@ -1,0 +1,452 @@
+"""GraphedForward: the way of a call from kwargs to outputs.
+
+    kwargs ─► signature ─► cache ─┬─ hit ──► stage inputs ─► replay ─► outputs
+                                  ├─ miss ─► forward once, eagerly: the call's own result ─► capture for the next call
+                                  └─ not graphable ─► eager, with a reason that is counted and logged
+
+The road is ``_call``, ``_request``, ``_look_up`` and ``_capture``, in that order below. A platform overrides the hooks
+at the end and never repeats the road.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+
+from graphreplay.ambient import ambient_state, eager_only
+from graphreplay.cache import LRUCache
+from graphreplay.capture import build_entry, capturing_here, describe, quiet_capture
+from graphreplay.churn import ChurnGuard
+from graphreplay.devices import parse_device
+from graphreplay.entry import Entry
+from graphreplay.errors import (
+    ClosedError,
+    ConfigurationError,
+    ForkedError,
+    NotCopyableError,
+    PositionalArgumentError,
+    UnsupportedLeafError,
+)
+from graphreplay.hooks import BackendHooks
+from graphreplay.pool import GraphPool
+from graphreplay.request import BoundForward, CallOptions, Request
+from graphreplay.signature import Signature, explain, flatten
+from graphreplay.stats import Stats, logger
+from graphreplay.storage import sharing_pattern, storage_ids
+from graphreplay.weights import ModuleWatch, module_behind
+
+DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
+"""Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
+
+_MAX_REFUSED = 1024
+_forks = 0
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class GraphedForward(BackendHooks):
+    """Calls a keyword-only forward, and replays it as one device graph for shapes that it has seen before.
+
+    A call returns what ``module(**kwargs)`` returns, in tensors that the caller owns. The first call of a shape runs
+    eagerly and captures afterwards; later ones replay. Where a graph cannot give the eager result the call runs
+    eagerly, and ``stats()`` says why. Thread-safe.
+
+    This base class supports no device: ``enabled`` is False and calls are plain forwards. Take the class for a device
+    from ``get_graphed_forward_cls``.
+
+    Args:
+        module: an ``nn.Module`` or any callable that takes keywords only.
+        device: where the module and its tensor kwargs live.
+        max_entries: how many graphs to keep, at least 1; the least recently used goes first.
+        max_bytes: bytes of graph memory to keep (static inputs included), or None for no such bound.
+        warmup_iters: forwards before a capture, at least 1; the last one runs under the host-sync probe.
+        group: the process group whose collectives the forward runs. Ranks do not agree on captures in this version, so
+            a group of more than one rank runs eagerly.
+        name: how logs and errors call this wrapper; the module's class by default.
+        enabled: False makes every call a plain forward.
+        capture_context: makes a context manager that surrounds warm-up and capture, to put the module into a state
+            that can be captured. It is left before the first replay, and not entered for the call's own eager forward.
+        pool: a GraphPool to share graph memory with other wrappers on the device.
+        nvtx: mark capture, staging and replay as ranges for a profiler.
+
+    Raises:
+        ConfigurationError: an argument is out of range (a ValueError).
+        UnknownDeviceError: torch knows no such device type.
+        BackendUnavailableError: this machine has no such device.
+    """
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        *,
+        device: torch.device | str,
+        max_entries: int = 16,
+        max_bytes: int | None = None,
+        warmup_iters: int = 2,
+        group: torch.distributed.ProcessGroup | None = None,
+        name: str | None = None,
+        enabled: bool = True,
+        capture_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        pool: GraphPool | None = None,
+        nvtx: bool = False,
+    ) -> None:
+        if not callable(module):
+            raise ConfigurationError(f"module must be callable, not a {type(module).__name__}")
+        if max_entries < 1:
+            raise ConfigurationError(f"max_entries must be at least 1, not {max_entries}; use enabled=False for none")
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigurationError(f"max_bytes must be at least 1 or None, not {max_bytes}")
+        if warmup_iters < 1:
+            raise ConfigurationError(f"warmup_iters must be at least 1, not {warmup_iters}")
+        if capture_context is not None and not callable(capture_context):
+            raise ConfigurationError("capture_context must be a callable that returns a context manager")
+        self.module = module
+        self.device = self.resolve_device(parse_device(device))
+        self.name = name or getattr(module, "__qualname__", type(module).__name__)
+        self.warmup_iters = warmup_iters
+        self.group = group
+        self.disabled_reason: str | None = self._why_off(enabled)
+        self.pool = pool or GraphPool()
+        self.pool.bind(self.device)
+        self._capture_context = capture_context or nullcontext
+        self._nvtx = nvtx
+        self._module = module_behind(module)
+        self._watch: ModuleWatch | None = None
+        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, self._free)
+        self._refused: OrderedDict[Hashable, str] = OrderedDict()
+        self._churn = ChurnGuard()
+        self._last: Signature | None = None
+        self._stats = Stats(self.name)
+        self._forks = _forks
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def __call__(
+        self,
+        *args: Any,
+        variant: Any = None,
+        keep_alive: tuple[Any, ...] = (),
+        pin: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the forward with ``kwargs``, by a replay where one is at hand.
+
+        Args:
+            variant: anything with a signature that names module state which the kwargs do not show (LoRA on or off).
+            keep_alive: objects whose tensors the forward reads by address; they live as long as the graph.
+            pin: exempt the graph of this call from eviction.
+
+        Raises:
+            PositionalArgumentError: a positional argument was given.
+            UnsupportedLeafError: ``variant`` has no stable value.
+            ClosedError, ForkedError: the wrapper cannot be used any more, or not in this process.
+            Exception: whatever the forward itself raises.
+        """
+        if args:
+            raise PositionalArgumentError(
+                f"{self.name} takes keyword arguments only, {len(args)} positional given; "
+                "write graphed(x=x) in place of graphed(x)"
+            )
+        return self._call(kwargs, CallOptions(variant, tuple(keep_alive), pin))
+
+    def options(self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False) -> BoundForward:
+        """The same calls with these options bound, for forwards whose own kwargs have one of the three names:
+        ``graphed.options(pin=True)(pin=tensor)``."""
+        return BoundForward(self, CallOptions(variant, tuple(keep_alive), pin))
+
+    def prepare(
+        self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False, **kwargs: Any
+    ) -> bool:
+        """Captures the graph for such a call without making one; kwargs, buffers and generators end as they were.
+
+        Returns:
+            Whether a graph is there now. If not, ``stats()`` says why.
+        """
+        return self._prepare(kwargs, CallOptions(variant, tuple(keep_alive), pin))
+
+    def unpin(self, *, variant: Any = None, **kwargs: Any) -> bool:
+        """Makes the graph of such a call evictable. Returns False if there is none."""
+        return self._unpin(kwargs, CallOptions(variant))
+
+    def evict(self, *, variant: Any = None, **kwargs: Any) -> bool:
+        """Drops the graph of such a call, pinned or not. Returns False if there is none."""
+        return self._evict(kwargs, CallOptions(variant))
+
+    # ------------------------------------------------------------------------------------------- road
+
+    def _call(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
+        self._check_usable()
+        if self.disabled_reason is not None:
+            return self._eager(kwargs, self.disabled_reason)
+        if capturing_here() or self._is_capturing():
+            # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
+            with self._capture_context():
+                return self._eager(kwargs, "called inside another capture")
+        request = self._request(kwargs, options)
+        if isinstance(request, str):
+            return self._eager(kwargs, request)
+        with self.pool.lock:
+            self._take_turn()
+            entry = self._look_up(request)
+            if isinstance(entry, Entry):
+                return self._replay(entry, request)
+            if entry is None:
+                result = self.module(**kwargs)
+                self._capture(request)
+                return result
+        return self._eager(kwargs, entry)
+
+    def _request(self, kwargs: dict[str, Any], options: CallOptions) -> Request | str:
+        """What a graph for this call is looked up by, or why no graph may serve it."""
+        on_device = self.device.type != "cpu"
+        reason = eager_only()
+        if reason is not None:
+            return reason
+        variant = None if options.variant is None else flatten(options.variant, "variant")[0]
+        try:
+            signature, leaves = flatten(kwargs, for_call=True, on_device=on_device)
+            ids = storage_ids(leaves)
+        except UnsupportedLeafError as error:
+            return str(error)
+        for leaf in leaves:
+            if leaf.device != self.device:
+                return f"a tensor of shape {tuple(leaf.shape)} is on {leaf.device}, and the graphs on {self.device}"
+        watch = self._watched()
+        if watch.refusal is not None:
+            return watch.refusal
+        if not watch.storage_ids.isdisjoint(ids):
+            return "a kwarg is a parameter or buffer of the module, or shares memory with one"
+        if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
+            return "grad mode is on and something requires grad, which a graph would lose; use torch.no_grad()"
+        sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
+        key = (signature, ambient_state(self.device.type), sharing, variant)
+        return Request(kwargs, options, signature, leaves, key)
+
+    def _look_up(self, request: Request) -> Entry | str | None:
+        """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
+        if self.disabled_reason is not None:  # by another thread, while this one waited for its turn
+            return self.disabled_reason
+        changed = self._watched().changed()
+        if changed is not None:
+            self._cache.clear()
+            self._watch = None
+        entry = self._cache.get(request.key)
+        if entry is not None:
+            if not entry.accepts(request.leaves):
+                return "a lazily conjugated or negated view shares storage with another kwarg"
+            return entry
+        reason = self._refused.get(request.key) or self._churn.refusal(request.signature)
+        if reason is not None:
+            return reason
+        self._stats.miss(changed or self._what_is_new(request.signature))
+        return None
+
+    def _replay(self, entry: Entry, request: Request) -> Any:
+        if request.options.pin:
+            self._cache.pin(request.key)
+        with self._marked("replay"):
+            outputs = entry.replay(request.leaves)
+        self._stats.replays += 1
+        if entry.replays == 1:
+            self._churn.replayed(request.signature)
+        return outputs
+
+    def _capture(self, request: Request) -> None:
+        """Adds a graph for the request. Never raises for a fault of the forward or the device: a request that cannot
+        be keyed or copied is refused, and any other failure disables the wrapper."""
+        watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
+        try:
+            with self._marked("capture"), quiet_capture(self.device):
+                entry = build_entry(
+                    self, self.module, request, watch, self._capture_context, self.warmup_iters
+                )
+        except UnsupportedLeafError as error:
+            self._refuse(request.key, str(error))
+        except Exception as error:
+            self.disable(describe(error))
+        else:
+            self._keep(entry, request)
+
+    def _keep(self, entry: Entry, request: Request) -> None:
+        self._stats.captures += 1
+        self._last = request.signature
+        bound = self._cache.max_bytes
+        if bound is not None and entry.nbytes > bound and not request.options.pin:
+            self._free(entry)
+            self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
+            return
+        if not request.options.pin:
+            varying = self._churn.captured(request.signature)
+            if varying is not None:
+                logger.warning("%s: %s is new on every call; further values of it run eagerly", self.name, varying)
+        self._cache.put(request.key, entry, entry.nbytes, pin=request.options.pin)
+
+    def _eager(self, kwargs: dict[str, Any], reason: str) -> Any:
+        self._stats.eager(reason)
+        return self.module(**kwargs)
+
+    def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
+        self._check_usable()
+        request = self.disabled_reason or self._request(kwargs, options)
+        if isinstance(request, Request):
+            with self.pool.lock:
+                self._take_turn()
+                entry = self._look_up(request)
+                if entry is None:
+                    self._capture(request)
+                elif options.pin:
+                    self._cache.pin(request.key)
+                if self._cache.get(request.key) is not None:
+                    return True
+                request = entry or self._refused.get(request.key) or self.disabled_reason or "evicted at once"
+        self._stats.miss(f"not prepared: {request}")
+        return False
+
+    def _unpin(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
+        return self._at_key(kwargs, options, self._cache.unpin)
+
+    def _evict(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
+        return self._at_key(kwargs, options, self._cache.evict)
+
+    def _at_key(self, kwargs: dict[str, Any], options: CallOptions, do: Callable[[Hashable], bool]) -> bool:
+        self._check_usable()
+        request = self._request(kwargs, options)
+        with self.pool.lock:
+            return isinstance(request, Request) and do(request.key)
+
+    # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def enabled(self) -> bool:
+        """Whether calls may be captured and replayed."""
+        return self.disabled_reason is None
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured so far."""
+        return self._stats.captures
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs are kept now."""
+        return len(self._cache)
+
+    def stats(self) -> dict[str, Any]:
+        """A plain dict: ``graphs``, ``pinned`` and ``bytes`` kept now; ``captures``, ``replays``, ``evictions``,
+        ``misses`` and ``eager_calls`` so far; ``miss_reasons`` and ``eager_reasons`` by count; ``enabled`` and
+        ``disabled_reason``."""
+        with self.pool.lock:
+            return {
+                "graphs": len(self._cache),
+                "pinned": self._cache.pinned,
+                "bytes": self._cache.nbytes,
+                "captures": self._stats.captures,
+                "replays": self._stats.replays,
+                "evictions": self._cache.evictions,
+                "misses": self._stats.miss_reasons.total(),
+                "eager_calls": self._stats.eager_reasons.total(),
+                "miss_reasons": dict(self._stats.miss_reasons),
+                "eager_reasons": dict(self._stats.eager_reasons),
+                "enabled": self.enabled,
+                "disabled_reason": self.disabled_reason,
+            }
+
+    def disable(self, reason: str) -> None:
+        """Drops every graph; all calls run eagerly from now on. The first reason stays."""
+        with self.pool.lock:
+            if self.disabled_reason is None:
+                self.disabled_reason = reason
+                logger.warning("%s captures no more: %s", self.name, reason)
+            self._drop_graphs()
+
+    def reset(self) -> None:
+        """Drops every graph, pins included, and forgets which calls were refused. A disabled wrapper stays disabled."""
+        with self.pool.lock:
+            self._drop_graphs()
+
+    def close(self) -> None:
+        """Drops every graph; calls raise ClosedError from now on. Closing again does nothing."""
+        with self.pool.lock:
+            self._closed = True
+            self._drop_graphs()
+
+    def __enter__(self) -> GraphedForward:
+        self._check_usable()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.disabled_reason or f"{len(self._cache)} graphs"
+        return f"<{type(self).__name__} {self.name} on {self.device}: {state}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # deepcopy, copy and pickle all come here.
+        raise NotCopyableError(
+            f"{self.name} cannot be copied or pickled: its graphs hold addresses of this process. Copy .module, and wrap "
+            "the copy"
+        )
+
+    def _why_off(self, enabled: bool) -> str | None:
+        if not enabled:
+            return "built with enabled=False"
+        if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+            return f"the environment variable {DISABLE_VARIABLE} is set"
+        if self.group is not None and torch.distributed.get_world_size(self.group) > 1:
+            return "its group has more than one rank, and ranks do not agree on captures in this version"
+        return self._graphs_supported()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} was closed; build another GraphedForward")
+        if self._forks != _forks:
+            raise ForkedError(
+                f"{self.name} was built before this process was forked, and device graphs do not survive a fork; build "
+                "another GraphedForward in this process"
+            )
+
+    def _watched(self, *, fresh: bool = False) -> ModuleWatch:
+        """The watch over the module as it was when its present graphs were captured."""
+        if self._watch is None or (fresh and self._watch.changed()):
+            self._cache.clear()
+            self._watch = ModuleWatch(self._module)
+        return self._watch
+
+    def _what_is_new(self, signature: Signature) -> str:
+        if self._last is None:
+            return "first capture"
+        return explain(self._last, signature) or "other variant, process state or sharing of storage, or evicted"
+
+    def _refuse(self, key: Hashable, reason: str) -> None:
+        """Notes that calls of this key run eagerly; the oldest such note goes when there are too many."""
+        self._refused[key] = reason
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
+        logger.warning("%s does not capture such a call: %s", self.name, reason)
+
+    def _drop_graphs(self) -> None:
+        self._cache.clear()
+        self._refused.clear()
+        self._churn = ChurnGuard()
+        self._watch = None
+        self._last = None
+
+    def _free(self, entry: Entry) -> None:
+        self._wait_for_replays()
+        entry.graph.reset()
+
+    def _marked(self, phase: str) -> AbstractContextManager[Any]:
+        return self._range(phase) if self._nvtx else nullcontext()

@@ -1,0 +1,68 @@
+"""The seam between the road and a platform: what a backend overrides, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from graphreplay.entry import Graph
+from graphreplay.pool import GraphPool
+
+
+class BackendHooks:
+    """Four hooks that every platform gives (``_graphs_supported``, ``_warmup_stream``, ``_sync_probe``,
+    ``_capture_graph``) and a few with defaults. As they stand they describe a platform without graphs."""
+
+    device: torch.device
+    name: str
+    pool: GraphPool
+
+    @classmethod
+    def resolve_device(cls, device: torch.device) -> torch.device:
+        """The device with its index filled in.
+
+        Raises:
+            BackendUnavailableError: this machine has no such device.
+        """
+        return device
+
+    def _graphs_supported(self) -> str | None:
+        """Why this device cannot capture, or None if it can."""
+        return "the base class has no backend; take the class from get_graphed_forward_cls(device)"
+
+    def _warmup_stream(self) -> AbstractContextManager[None]:
+        """Runs its body where captures run, ordered after the work before it and before the work after it."""
+        raise NotImplementedError
+
+    def _sync_probe(self) -> AbstractContextManager[None]:
+        """Makes an operator in its body that waits for the device raise HostSyncError."""
+        raise NotImplementedError
+
+    def _capture_graph(self, forward: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Runs ``forward`` once under capture.
+
+        Returns:
+            The graph, and the forward's outputs: static tensors that each replay overwrites.
+
+        Raises:
+            Exception: the capture failed; the platform is as it was before.
+        """
+        raise NotImplementedError
+
+    def _is_capturing(self) -> bool:
+        """Whether the current stream is being captured by someone else."""
+        return False
+
+    def _take_turn(self) -> None:
+        """Orders the coming work on the current stream after the last work on the pool, whichever stream ran it. Called
+        with the pool's lock held."""
+
+    def _wait_for_replays(self) -> None:
+        """Blocks until no replay of the pool is in flight, so that a graph's memory can go."""
+
+    def _range(self, phase: str) -> AbstractContextManager[Any]:
+        """A profiler range around one phase of a call; used on request only."""
+        return nullcontext()

@@ -1,0 +1,91 @@
+"""Finds host synchronization by the operators and methods that cause it, on devices without a debug mode for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+
+from graphreplay.errors import HostSyncError
+from graphreplay.opmode import OpMode, where_now
+
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+# Operators that read values back without a tag that says so.
+_UNTAGGED = frozenset(
+    {
+        "aten::item",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::allclose",
+        "aten::argwhere",
+        "aten::nonzero_numpy",
+        "aten::linalg_inv_ex",
+        "aten::bincount",
+        "aten::one_hot",
+        "aten::histc",
+    }
+)
+# Tensor methods that copy to the host below the dispatcher, or not at all where the device is the CPU.
+_METHODS = {
+    Tensor.cpu: "Tensor.cpu()",
+    Tensor.numpy: "Tensor.numpy()",
+    Tensor.tolist: "Tensor.tolist()",
+    Tensor.__array__: "numpy.asarray(tensor)",
+    Tensor.__repr__: "printing a tensor",
+    Tensor.__format__: "formatting a tensor",
+}
+_MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operator, with these arguments, waits for the device to learn a value or an output's shape."""
+    name = op._schema.name
+    if name == "aten::index" or name in _MASKED:
+        masks = [index for index in args[1] if index is not None and index.dtype in _MASK_DTYPES]
+        # One mask and one scalar make a masked fill, which needs no positions.
+        is_fill = name != "aten::index" and len(masks) == 1 and len(args[1]) == 1 and args[2].dim() == 0
+        return bool(masks) and not is_fill
+    if name == "aten::repeat_interleave":
+        return op._overloadname in ("Tensor", "self_Tensor") and kwargs.get("output_size") is None
+    return name in _UNTAGGED or any(tag in op.tags for tag in _TAGS)
+
+
+class SyncRefusal(OpMode):
+    """Raises HostSyncError at an operator that would make the host wait."""
+
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if syncing_op(op, args, kwargs):
+            raise host_sync(str(op))
+        return op(*args, **kwargs)
+
+
+class _MethodRefusal(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        method = _METHODS.get(func)
+        if method is not None:
+            raise host_sync(method)
+        return func(*args, **(kwargs or {}))
+
+
+def host_sync(what: str) -> HostSyncError:
+    """The error for one synchronization, with the line of the module's code that made it."""
+    return HostSyncError(
+        f"{what} at {where_now()} makes the host wait for the device, which a replay cannot do; compute it on the "
+        "device, or pass it in as a kwarg"
+    )
+
+
+@contextmanager
+def refuse_host_sync(mode: OpMode) -> Iterator[None]:
+    """Runs the body under ``mode`` (a SyncRefusal) and refuses the methods that no dispatch mode sees."""
+    with _MethodRefusal(), mode:
+        yield

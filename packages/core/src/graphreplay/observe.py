@@ -1,0 +1,82 @@
+"""Watches one warm-up forward: which outside storages it touches, which it writes, and how to undo the writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from graphreplay.opmode import OpMode, tensor_args, written_args
+from graphreplay.storage import byte_view
+
+
+class Snapshot:
+    """The bytes of storages at one moment, to be written back later."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """Saves the tensor's whole storage, unless it is saved already."""
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._saved:
+            with torch.inference_mode(False), torch.no_grad():
+                live = byte_view(tensor)
+                self._saved[storage] = (live, live.clone())
+
+    def restore(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for live, saved in self._saved.values():
+                live.copy_(saved)
+
+
+class Observer(OpMode):
+    """Records what one forward reads and writes outside itself.
+
+    Args:
+        static: storage ids of the static inputs: written or not, they are no business of the snapshot.
+        snapshot: receives every other outside storage just before its first write.
+
+    Attributes:
+        outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
+        written: ids of outside storages (static inputs included) that the forward wrote.
+    """
+
+    def __init__(self, static: Iterable[int], snapshot: Snapshot) -> None:
+        super().__init__()
+        self.outside: dict[int, Tensor] = {}
+        self.written: set[int] = set()
+        self._static = frozenset(static)
+        self._snapshot = snapshot
+        # Ids only: holding on to every intermediate would multiply the forward's memory. An id that is reused after
+        # its storage died belongs to another intermediate.
+        self._inside: set[int] = set()
+
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
+            self._inside.add(args[0].untyped_storage()._cdata)
+        for tensor in tensor_args(args, kwargs):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._inside and storage not in self._static:
+                self.outside.setdefault(storage, tensor)
+        for tensor in written_args(op, args, kwargs):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._inside:
+                self.written.add(storage)
+                if storage not in self._static:
+                    self._snapshot.add(tensor)
+        result = op(*args, **kwargs)
+        for tensor in tensor_args((result,), {}):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._static and storage not in self.outside:
+                self._inside.add(storage)
+        return result
+
+    def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the static inputs that the forward wrote."""
+        return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]

@@ -1,0 +1,104 @@
+"""A dispatch mode that sees the operators a forward runs, one level below the composite ones."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+class OpMode(TorchDispatchMode, ABC):
+    """Hands every operator of the calling thread to ``on_op``.
+
+    Under inference mode composite operators arrive whole, hiding the views, writes and synchronizations inside them.
+    Their C++ kernel, which would run anyway, is run under this mode instead, so that its parts arrive one by one.
+    """
+
+    supports_higher_order_operators = True
+
+    @abstractmethod
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the operator and returns its result."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            with self:  # a higher-order operator: its body arrives operator by operator
+                return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with self:
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return self.on_op(func, args, kwargs)
+
+
+@cache
+def _is_composite(op: OpOverload) -> bool:
+    """Whether the operator is made of others on every device, by one C++ kernel."""
+
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+    backends = ("CPU", "CUDA", "XPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    return has("CompositeImplicitAutograd") and not any(map(has, backends))
+
+
+def tensor_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments, lists of tensors included."""
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that the operator writes: those of its schema, and the running statistics of normalization layers,
+    which the schemas leave out."""
+    named = {}
+    for position, argument in enumerate(op._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        named[argument.name] = value
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    if named.get("training") or named.get("train") or named.get("use_input_stats"):
+        yield from (named[n] for n in ("running_mean", "running_var") if isinstance(named.get(n), Tensor))
+
+
+def where_now() -> str:
+    """``file:line in function`` of the innermost frame outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else _place(frame, frame.f_lineno)
+
+
+def where_raised(error: BaseException) -> str:
+    """``file:line in function`` of the innermost frame outside torch and this package that an error passed through."""
+    traceback: TracebackType | None = error.__traceback__
+    place = "an unknown place"
+    while traceback is not None:
+        if not _is_library(traceback.tb_frame):
+            place = _place(traceback.tb_frame, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return place
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith((_HERE, _TORCH)) or name.startswith("<")
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"

@@ -1,0 +1,36 @@
+"""Memory and turns that the graphs of one or more wrappers share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from graphreplay.errors import ConfigurationError
+
+
+class GraphPool:
+    """One pool of graph memory. Wrappers that are never in flight at once (an encoder and a DiT, say) may share one.
+
+    Graphs of a pool reuse each other's intermediate memory, so they run one after another: the pool's lock and its
+    backend see to that, from any thread and any stream. Pass ``pool=GraphPool()`` to each wrapper; all must be on the
+    same device. Without it every wrapper has a pool of its own.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.device: torch.device | None = None
+        self.backend: Any = None
+        """What the backend keeps here: its pool handle, its capture stream, who ran last."""
+
+    def bind(self, device: torch.device) -> None:
+        """Ties the pool to a device.
+
+        Raises:
+            ConfigurationError: it is tied to another one already.
+        """
+        with self.lock:
+            if self.device not in (None, device):
+                raise ConfigurationError(f"this pool belongs to {self.device}; make another one for {device}")
+            self.device = device

@@ -1,0 +1,109 @@
+"""The CPU reference backend: a device graph emulated operator by operator, for correctness and not for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from graphreplay.forward import GraphedForward
+from graphreplay.hostsync import SyncRefusal, refuse_host_sync
+from graphreplay.opmode import tensor_args
+
+
+@dataclass(slots=True)
+class _Call:
+    """One recorded operator: run again, its results are copied into the storages that the capture gave out."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fresh: list[tuple[int, torch.UntypedStorage]]
+    """Results that alias no argument: their position among the result's tensors, and the recorded storage."""
+
+    def run(self) -> None:
+        result = self.op(*self.args, **self.kwargs)
+        if self.fresh:
+            tensors = tensor_args((result,), {})
+            for position, storage in self.fresh:
+                storage.copy_(tensors[position].untyped_storage(), non_blocking=False)
+
+
+class RecordedGraph:
+    """Recorded operators that run again on the same storages: addresses are fixed, no Python of the module runs, outputs
+    are overwritten, and random operators draw again."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.nbytes = 0
+
+    def replay(self) -> None:
+        # Whatever autocast did at capture is among the recorded operators; it must not act twice.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for call in self.calls:
+                call.run()
+
+    def reset(self) -> None:
+        self.calls.clear()
+
+
+class _Recorder(SyncRefusal):
+    """Runs each operator and appends it to a graph; refuses what a device capture would refuse."""
+
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # In-place view operators (t_, squeeze_) change the very tensor object, so the arguments are recorded as aliases.
+        recorded_args, recorded_kwargs = tree_map(_alias, (args, kwargs))
+        if op is torch.ops.aten.lift_fresh.default:
+            # torch.tensor(...) in the forward: eager makes the constant anew each time, so must a replay.
+            op, recorded_args = torch.ops.aten.clone.default, (args[0].clone(),)
+        result = super().on_op(op, args, kwargs)
+        if torch.Tag.inplace_view in op.tags:
+            return result  # it only renames memory, which has happened once and for all
+        known = {tensor.untyped_storage()._cdata for tensor in tensor_args(args, kwargs)}
+        fresh = []
+        for position, tensor in enumerate(tensor_args((result,), {})):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                fresh.append((position, storage))
+                self._graph.nbytes += storage.nbytes()
+        self._graph.calls.append(_Call(op, recorded_args, recorded_kwargs, fresh))
+        return result
+
+
+def _alias(arg: Any) -> Any:
+    return arg.detach() if isinstance(arg, Tensor) else arg
+
+
+class ReferenceGraphedForward(GraphedForward):
+    """Graphs on the CPU: every rule of the library holds as on a device, but a replay is no faster than eager.
+
+    It serves to test modules and wrappers on any machine. It is asked for by name, or by device "cpu", and never chosen
+    silently. Arguments, calls and errors are those of GraphedForward.
+    """
+
+    def _graphs_supported(self) -> str | None:
+        if self.device.type != "cpu":
+            return f"the reference backend runs on the CPU, not on {self.device}"
+        return None
+
+    def _warmup_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()  # the CPU has one stream
+
+    def _sync_probe(self) -> AbstractContextManager[None]:
+        return refuse_host_sync(SyncRefusal())
+
+    def _capture_graph(self, forward: Callable[[], Any]) -> tuple[RecordedGraph, Any]:
+        graph = RecordedGraph()
+        with refuse_host_sync(_Recorder(graph)):
+            return graph, forward()

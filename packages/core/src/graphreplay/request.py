@@ -1,0 +1,60 @@
+"""What a call brings: its forward kwargs, its options, and the key that both make."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from graphreplay.signature import Signature
+
+if TYPE_CHECKING:
+    from graphreplay.forward import GraphedForward
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """See ``GraphedForward.__call__``."""
+
+    variant: Any = None
+    keep_alive: tuple[Any, ...] = ()
+    pin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call that a graph may serve."""
+
+    kwargs: dict[str, Any]
+    options: CallOptions
+    signature: Signature
+    leaves: list[Tensor]
+    """The tensors that are staged, in the order of the tree."""
+    key: Hashable
+    """Equal for two calls exactly if one graph can serve both."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundForward:
+    """A graphed forward with its options bound, so that every keyword is one of the forward's own."""
+
+    _graphed: GraphedForward
+    _options: CallOptions
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """As ``GraphedForward.__call__``."""
+        return self._graphed._call(kwargs, self._options)
+
+    def prepare(self, **kwargs: Any) -> bool:
+        """As ``GraphedForward.prepare``."""
+        return self._graphed._prepare(kwargs, self._options)
+
+    def unpin(self, **kwargs: Any) -> bool:
+        """As ``GraphedForward.unpin``."""
+        return self._graphed._unpin(kwargs, self._options)
+
+    def evict(self, **kwargs: Any) -> bool:
+        """As ``GraphedForward.evict``."""
+        return self._graphed._evict(kwargs, self._options)

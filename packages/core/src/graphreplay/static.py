@@ -1,0 +1,80 @@
+"""Static copies of kwargs: the tensors whose addresses a graph keeps, and how the next call's values reach them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphreplay.errors import TreeMismatchError, UnsupportedLeafError
+from graphreplay.signature import describe_difference, differences, flatten, is_tensor_node
+from graphreplay.storage import CopyPlan, sharing_pattern, storage_ids
+from graphreplay.tree import TENSOR_TYPES, replace_tensors, walk
+
+
+def clone_static(tree: Any, root: str = "kwargs") -> Any:
+    """A copy of a kwargs tree whose tensors have storage of their own.
+
+    Shapes, strides, dtypes, devices and the sharing of storage among the tree's tensors stay as they are; parameters
+    become plain tensors, and no copy requires grad. Containers are rebuilt as the exact type; values and dataclasses
+    without tensors are passed on as the same objects. The copies are ordinary tensors also under inference mode, so
+    that ``copy_into`` works anywhere.
+
+    Raises:
+        UnsupportedLeafError: a leaf may hide a tensor or cannot be copied. The error names its path, and nothing was
+            copied.
+    """
+    paths: list[str] = []
+    leaves: list[Tensor] = []
+    for path, leaf in walk(tree, root):
+        if type(leaf) in TENSOR_TYPES:
+            paths.append(path)
+            leaves.append(leaf)
+    plan = CopyPlan(leaves)
+    _check_copyable(plan, leaves, paths)
+    with torch.inference_mode(False), torch.no_grad():
+        return replace_tensors(tree, iter(plan.clone(leaves)))
+
+
+def copy_into(static: Any, current: Any, root: str = "kwargs") -> int:
+    """Copies the tensor values of ``current`` onto ``static``, in place.
+
+    Args:
+        static: a tree from ``clone_static``.
+        current: a tree of the same structure. Strides and devices of its tensors may differ.
+
+    Returns:
+        How many tensors were copied.
+
+    Raises:
+        TreeMismatchError: the trees differ in a container, a name, a value, a shape or a dtype, or in which tensors
+            share storage. The error names the first such place, and nothing was copied.
+        UnsupportedLeafError: a leaf of ``current`` may hide a tensor.
+    """
+    static_key, into = flatten(static, root)
+    current_key, source = flatten(current, root)
+    for path, was, now in differences(static_key, current_key, root):
+        # A copy converts strides and devices; all else would change what the static tree means.
+        movable = is_tensor_node(was) and is_tensor_node(now) and was[0] == now[0] and was[2] == now[2]
+        if not movable:
+            raise TreeMismatchError(path, describe_difference(was, now))
+    if sharing_pattern(into, storage_ids(into)) != sharing_pattern(source, storage_ids(source)):
+        raise TreeMismatchError(root, "other tensors share storage than in the static tree")
+    plan = CopyPlan(into)
+    if plan.has_regions and static_key != current_key:
+        raise TreeMismatchError(root, "tensors that share or overlap must keep their strides")
+    _check_copyable(plan, source, [path for path, leaf in walk(current, root) if type(leaf) in TENSOR_TYPES])
+    with torch.no_grad():
+        plan.copy(into, source)
+    return len(into)
+
+
+def _check_copyable(plan: CopyPlan, source: list[Tensor], paths: list[str]) -> None:
+    position = plan.uncopyable(source)
+    if position is not None:
+        raise UnsupportedLeafError(
+            paths[position],
+            "a lazily conjugated or negated view that shares or overlaps storage; "
+            "call .resolve_conj().resolve_neg() on it first",
+        )

@@ -1,0 +1,168 @@
+"""Which tensors share storage, and copies that keep it so.
+
+Two tensors over one storage are one tensor with two names: a static copy that made them two would no longer show the
+writes of one through the other. So a list of tensors is copied by its storages: a tensor alone in its storage is copied
+by itself, and tensors that share one (or that overlap themselves, as expanded ones do) are copied as one region of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""A copied region keeps its address modulo this many bytes, so that every dtype in it stays aligned."""
+
+
+def storage_ids(tensors: Sequence[Tensor]) -> list[int]:
+    """One number a tensor, equal for two living tensors exactly if they share storage."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+def sharing_pattern(tensors: Sequence[Tensor], ids: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Who shares storage with whom, as part of a key; empty if no two tensors do.
+
+    Returns:
+        For each tensor that shares: its position, the position of the first one in that storage, and its distance from
+        that one in bytes.
+    """
+    first: dict[int, int] = {}
+    pattern = []
+    for position, storage in enumerate(ids):
+        start = first.setdefault(storage, position)
+        if start != position:
+            distance = _byte_offset(tensors[position]) - _byte_offset(tensors[start])
+            pattern.append((position, start, distance))
+    return tuple(pattern)
+
+
+class _Region:
+    """A stretch of bytes in one storage that holds several tensors, or one that overlaps itself."""
+
+    def __init__(self, positions: list[int], tensors: Sequence[Tensor]) -> None:
+        self.positions = positions
+        offsets = [_byte_offset(tensors[p]) for p in positions]
+        start = min(offsets)
+        self.offsets = [offset - start for offset in offsets]
+        self.nbytes = max(offset + _extent(tensors[p]) for p, offset in zip(positions, self.offsets, strict=True))
+        self.padding = (tensors[positions[0]].data_ptr() - self.offsets[0]) % _ALIGNMENT
+
+    def allocate(self, like: Sequence[Tensor], into: list[Tensor]) -> None:
+        size = self.padding + self.nbytes
+        storage = torch.empty(size, dtype=torch.uint8, device=like[self.positions[0]].device).untyped_storage()
+        for position, offset in zip(self.positions, self.offsets, strict=True):
+            model = like[position]
+            start = (self.padding + offset) // model.element_size()
+            view = torch.empty(0, dtype=model.dtype, device=model.device)
+            into[position] = view.set_(storage, start, model.shape, model.stride())  # type: ignore[call-overload]
+
+    def bytes_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        tensor = tensors[self.positions[0]]
+        start = _byte_offset(tensor) - self.offsets[0]
+        return byte_view(tensor, start, self.nbytes)
+
+
+class CopyPlan:
+    """How to copy a list of tensors onto another of the same shapes, strides, dtypes and sharing.
+
+    Built once from one such list; then every method takes lists of the same layout.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        by_storage: dict[int, list[int]] = {}
+        for position, storage in enumerate(storage_ids(like)):
+            by_storage.setdefault(storage, []).append(position)
+        self._regions: list[_Region] = []
+        self._dense: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        self._sparse: list[int] = []
+        for positions in by_storage.values():
+            tensor = like[positions[0]]
+            gaps, overlaps = _layout(tensor)
+            if overlaps or len(positions) > 1:
+                self._regions.append(_Region(positions, like))
+            elif gaps:
+                self._sparse.append(positions[0])
+            else:
+                self._dense.setdefault((tensor.dtype, tensor.device), []).append(positions[0])
+        self.nbytes = sum(_extent(like[p]) for group in self._dense.values() for p in group)
+        self.nbytes += sum(_extent(like[p]) for p in self._sparse) + sum(r.nbytes for r in self._regions)
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether some tensors share storage or overlap themselves."""
+        return bool(self._regions)
+
+    def uncopyable(self, source: Sequence[Tensor]) -> int | None:
+        """The position of a tensor whose values are not its bytes, though it must be copied by its bytes, or None."""
+        for region in self._regions:
+            for position in region.positions:
+                if source[position].is_conj() or source[position].is_neg():
+                    return position
+        return None
+
+    def allocate(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the same layout in storages of their own, values undefined."""
+        into = list(like)
+        for region in self._regions:
+            region.allocate(like, into)
+        for position in (*self._sparse, *(p for group in self._dense.values() for p in group)):
+            model = like[position]
+            into[position] = torch.empty_strided(
+                model.shape, model.stride(), dtype=model.dtype, device=model.device
+            )
+        return into
+
+    def copy(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        """Copies values; both lists are laid out like the one of the plan, and ``uncopyable(source)`` is None."""
+        for positions in self._dense.values():
+            if len(positions) == 1:
+                into[positions[0]].copy_(source[positions[0]])
+            else:
+                # One launch a dtype: pairs of one dtype, device and dense layout take the fused kernel.
+                torch._foreach_copy_([into[p] for p in positions], [source[p] for p in positions])
+        for position in self._sparse:
+            into[position].copy_(source[position])
+        for region in self._regions:
+            region.bytes_of(into).copy_(region.bytes_of(source))
+
+    def clone(self, source: Sequence[Tensor]) -> list[Tensor]:
+        """Fresh tensors with the values of ``source``."""
+        into = self.allocate(source)
+        self.copy(into, source)
+        return into
+
+
+def byte_view(tensor: Tensor, start: int = 0, nbytes: int | None = None) -> Tensor:
+    """``nbytes`` bytes of the tensor's storage from byte ``start`` on (all of it by default), as uint8."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes() - start if nbytes is None else nbytes
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(storage, start, (size,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def _byte_offset(tensor: Tensor) -> int:
+    return tensor.storage_offset() * tensor.element_size()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _layout(tensor: Tensor) -> tuple[bool, bool]:
+    """Whether a tensor leaves gaps between its elements, and whether elements (may) overlap."""
+    if tensor.numel() == 0:
+        return False, False
+    reach = 1  # how far, in elements, the dimensions seen so far extend
+    gaps = False
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride < reach:
+            return gaps, True
+        gaps = gaps or stride > reach
+        reach += (size - 1) * stride
+    return gaps, False

@@ -1,0 +1,144 @@
+"""Check the built wheels the way a user meets them: installed one by one into a fresh environment.
+
+Run as `python tools/check_wheels.py dist`.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CORE_IMPORTS = "import graphreplay"
+
+CUDA_IS_ABSENT = """
+import importlib.util
+assert importlib.util.find_spec("graphreplay_cuda") is None
+"""
+
+CUDA_NAMES_ITS_PACKAGE = """
+import graphreplay
+try:
+    graphreplay.get_graphed_forward_cls("cuda")
+except graphreplay.BackendNotInstalledError as error:
+    assert "pip install graphreplay-cuda" in str(error), str(error)
+else:
+    raise AssertionError("no BackendNotInstalledError")
+"""
+
+CPU_IS_REFERENCE = """
+import graphreplay
+assert graphreplay.get_graphed_forward_cls("cpu") is graphreplay.ReferenceGraphedForward
+"""
+
+NO_TEST_TOOLS = """
+from importlib.metadata import distributions
+installed = {distribution.name.lower() for distribution in distributions()}
+assert not installed & {"hypothesis", "pytest"}, sorted(installed)
+"""
+
+CUDA_IMPORTS = "import graphreplay_cuda"
+
+CUDA_NEEDS_A_GPU = """
+import graphreplay, torch, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a CUDA build of PyTorch warns where there is no driver
+    available = torch.cuda.is_available()
+try:
+    graphreplay.get_graphed_forward_cls("cuda")
+except graphreplay.BackendUnavailableError:
+    assert not available
+else:
+    assert available, "no BackendUnavailableError"
+"""
+
+
+class CheckFailed(Exception):
+    pass
+
+
+def run(*command: str | Path, cwd: Path) -> None:
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        raise CheckFailed(done.stdout.strip())
+
+
+def has_licence(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
+        raise CheckFailed("\n".join(names))
+
+
+def wheel_of(dist: Path, project: str) -> Path:
+    found = list(dist.glob(f"{project}-*.whl"))
+    if len(found) != 1:
+        raise CheckFailed(f"expected one wheel of {project} in {dist}, found {len(found)}")
+    return found[0]
+
+
+def torch_pin() -> str:
+    pin = re.search(r"^torch==\S+$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+    if pin is None:
+        raise CheckFailed("requirements-dev.txt does not pin torch")
+    return pin.group()
+
+
+def check(name: str, action: Callable[[], None]) -> None:
+    start = time.monotonic()
+    try:
+        action()
+    except CheckFailed as error:
+        print(f"FAILED {time.monotonic() - start:6.1f} s  {name}\n{error}", flush=True)
+        raise
+    print(f"ok     {time.monotonic() - start:6.1f} s  {name}", flush=True)
+
+
+def check_all(dist: Path, temporary: Path) -> None:
+    python = temporary / "venv" / "bin" / "python"
+
+    def install(*requirements: str | Path) -> None:
+        run(python, "-m", "pip", "install", "--quiet", "--find-links", dist, *requirements, cwd=temporary)
+
+    def check_code(name: str, code: str) -> None:
+        # -I: imports come from the environment alone, not from PYTHONPATH or the current folder
+        check(name, lambda: run(python, "-I", "-c", code, cwd=temporary))
+
+    core = wheel_of(dist, "graphreplay_core")
+    cuda = wheel_of(dist, "graphreplay_cuda")
+    for wheel in sorted(dist.glob("*.whl")):
+        check(f"{wheel.name} contains its licence", partial(has_licence, wheel))
+
+    check("a fresh environment", lambda: venv.create(temporary / "venv", with_pip=True))
+    check("the core installs alone", lambda: install(torch_pin(), core))
+    check_code("graphreplay imports", CORE_IMPORTS)
+    check_code("graphreplay_cuda is not there", CUDA_IS_ABSENT)
+    check_code('"cuda" names the package to install', CUDA_NAMES_ITS_PACKAGE)
+    check_code('"cpu" is the reference', CPU_IS_REFERENCE)
+    check_code("no test tools came along", NO_TEST_TOOLS)
+
+    check("the CUDA backend installs beside it", lambda: install(cuda))
+    check_code("graphreplay_cuda imports", CUDA_IMPORTS)
+    check_code('"cuda" asks for a GPU', CUDA_NEEDS_A_GPU)
+
+
+def main() -> int:
+    dist = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory(prefix="graphreplay-wheels-") as temporary:
+        try:
+            check_all(dist, Path(temporary))
+        except CheckFailed:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
