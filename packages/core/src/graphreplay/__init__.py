@@ -1,7 +1,7 @@
 """Launch-bound PyTorch forwards, captured once a shape and replayed as one device graph.
 
-    graphed = graphreplay.get_graphed_forward_cls("cuda")(module, device="cuda")
-    y = graphed(x=x)
+graphed = graphreplay.get_graphed_forward_cls("cuda")(module, device="cuda")
+y = graphed(x=x)
 """
 
 from importlib.metadata import version

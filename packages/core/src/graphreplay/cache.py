@@ -106,13 +106,11 @@ class LRUCache(Generic[K, V]):
         return True
 
     def _over(self) -> bool:
-        return len(self._slots) > self.max_entries or (
-            self.max_bytes is not None and self._nbytes > self.max_bytes
-        )
+        return len(self._slots) > self.max_entries or (self.max_bytes is not None and self._nbytes > self.max_bytes)
 
     def _shrink(self, keep: K) -> None:
-        evictable = [key for key, slot in self._slots.items() if not slot.pinned and key != keep] if self._over() else []
-        for key in evictable:
+        loose = [key for key, slot in self._slots.items() if not slot.pinned and key != keep] if self._over() else []
+        for key in loose:
             if not self._over():
                 break
             self._drop(key)

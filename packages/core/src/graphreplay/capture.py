@@ -39,9 +39,9 @@ def capturing_here() -> bool:
 def quiet_capture(device: torch.device) -> Iterator[None]:
     """Keeps the rest of the process out of a capture, and the capture out of the rest of the process.
 
-    Collection is held off, since a graph or tensor freed in the window breaks it; random generators end as they were, so
-    that warm-up draws nothing that an eager call would not; the autocast weight cache is off, since it would hand memory
-    of one graph to others. All of it is as before afterwards.
+    Collection is held off, since a graph or tensor freed in the window breaks it; random generators end as they were,
+    so that warm-up draws nothing that an eager call would not; the autocast weight cache is off, since it would hand
+    memory of one graph to others. All of it is as before afterwards.
     """
     collecting = gc.isenabled()
     caching = torch.is_autocast_cache_enabled()
@@ -159,6 +159,6 @@ def _check_devices(touched: Iterable[Tensor], device: torch.device) -> None:
         if tensor.device != device:
             raise UnsupportedLeafError(
                 "forward",
-                f"it uses, writes or returns a tensor of shape {tuple(tensor.shape)} on {tensor.device}, and the graphs "
-                f"are on {device}; move it there",
+                f"it uses, writes or returns a tensor of shape {tuple(tensor.shape)} on {tensor.device}, and the graphs"
+                f" are on {device}; move it there",
             )

@@ -21,7 +21,7 @@ class Graph(Protocol):
         """Launches the captured work on the current stream."""
 
     def reset(self) -> None:
-        """Frees the graph; it is never replayed again."""
+        """Waits for replays in flight and frees the graph; it is never replayed again. Repeated calls do nothing."""
 
 
 class Entry:
@@ -72,3 +72,11 @@ class Entry:
             positions = self._written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
         return replace_tensors(self._outputs, iter(self._handing_out.clone(self._output_leaves)))
+
+    def free(self) -> None:
+        """Frees the graph and, with this entry, the memory around it."""
+        self.graph.reset()
+
+    def __del__(self) -> None:
+        # A wrapper that is dropped while a replay is in flight: the static tensors must outlive it.
+        self.graph.reset()

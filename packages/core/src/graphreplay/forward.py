@@ -11,51 +11,33 @@ at the end and never repeats the road.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from graphreplay.ambient import ambient_state, eager_only
-from graphreplay.cache import LRUCache
 from graphreplay.capture import build_entry, capturing_here, describe, quiet_capture
-from graphreplay.churn import ChurnGuard
 from graphreplay.devices import parse_device
 from graphreplay.entry import Entry
-from graphreplay.errors import (
-    ClosedError,
-    ConfigurationError,
-    ForkedError,
-    NotCopyableError,
-    PositionalArgumentError,
-    UnsupportedLeafError,
-)
-from graphreplay.hooks import BackendHooks
+from graphreplay.errors import ConfigurationError, PositionalArgumentError, UnsupportedLeafError
+from graphreplay.observe import Observer, Snapshot
 from graphreplay.pool import GraphPool
 from graphreplay.request import BoundForward, CallOptions, Request
-from graphreplay.signature import Signature, explain, flatten
-from graphreplay.stats import Stats, logger
+from graphreplay.signature import flatten
+from graphreplay.state import GraphStore
+from graphreplay.static import clone_static
+from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
-from graphreplay.weights import ModuleWatch, module_behind
+from graphreplay.tree import path_of, tensors
+from graphreplay.weights import module_behind
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
 
-_MAX_REFUSED = 1024
-_forks = 0
 
-
-def _note_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-class GraphedForward(BackendHooks):
+class GraphedForward(GraphStore):
     """Calls a keyword-only forward, and replays it as one device graph for shapes that it has seen before.
 
     A call returns what ``module(**kwargs)`` returns, in tensors that the caller owns. The first call of a shape runs
@@ -78,7 +60,7 @@ class GraphedForward(BackendHooks):
         capture_context: makes a context manager that surrounds warm-up and capture, to put the module into a state
             that can be captured. It is left before the first replay, and not entered for the call's own eager forward.
         pool: a GraphPool to share graph memory with other wrappers on the device.
-        nvtx: mark capture, staging and replay as ranges for a profiler.
+        nvtx: mark captures and replays as ranges for a profiler.
 
     Raises:
         ConfigurationError: an argument is out of range (a ValueError).
@@ -113,23 +95,24 @@ class GraphedForward(BackendHooks):
             raise ConfigurationError("capture_context must be a callable that returns a context manager")
         self.module = module
         self.device = self.resolve_device(parse_device(device))
-        self.name = name or getattr(module, "__qualname__", type(module).__name__)
+        self.name = name or str(getattr(module, "__qualname__", type(module).__name__))
         self.warmup_iters = warmup_iters
         self.group = group
-        self.disabled_reason: str | None = self._why_off(enabled)
+        self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device)
         self._capture_context = capture_context or nullcontext
         self._nvtx = nvtx
-        self._module = module_behind(module)
-        self._watch: ModuleWatch | None = None
-        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, self._free)
-        self._refused: OrderedDict[Hashable, str] = OrderedDict()
-        self._churn = ChurnGuard()
-        self._last: Signature | None = None
-        self._stats = Stats(self.name)
-        self._forks = _forks
-        self._closed = False
+        self._open_store(module_behind(module), max_entries, max_bytes)
+
+    def _why_off(self, enabled: bool) -> str | None:
+        if not enabled:
+            return "built with enabled=False"
+        if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+            return f"the environment variable {DISABLE_VARIABLE} is set"
+        if self.group is not None and torch.distributed.get_world_size(self.group) > 1:
+            return "its group has more than one rank, and ranks do not agree on captures in this version"
+        return self._graphs_supported()
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -188,12 +171,12 @@ class GraphedForward(BackendHooks):
 
     def _call(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
         self._check_usable()
-        if self.disabled_reason is not None:
-            return self._eager(kwargs, self.disabled_reason)
         if capturing_here() or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with self._capture_context():
                 return self._eager(kwargs, "called inside another capture")
+        if self.disabled_reason is not None:
+            return self._eager(kwargs, self.disabled_reason)
         request = self._request(kwargs, options)
         if isinstance(request, str):
             return self._eager(kwargs, request)
@@ -220,16 +203,18 @@ class GraphedForward(BackendHooks):
             ids = storage_ids(leaves)
         except UnsupportedLeafError as error:
             return str(error)
+        device = self.device
         for leaf in leaves:
-            if leaf.device != self.device:
-                return f"a tensor of shape {tuple(leaf.shape)} is on {leaf.device}, and the graphs on {self.device}"
+            if leaf.device != device:
+                return f"{path_of(leaf, kwargs)} is on {leaf.device}, and the graphs are on {device}; move it there"
         watch = self._watched()
         if watch.refusal is not None:
             return watch.refusal
         if not watch.storage_ids.isdisjoint(ids):
-            return "a kwarg is a parameter or buffer of the module, or shares memory with one"
+            leaf = next(leaf for leaf, storage in zip(leaves, ids, strict=True) if storage in watch.storage_ids)
+            return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
         if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
-            return "grad mode is on and something requires grad, which a graph would lose; use torch.no_grad()"
+            return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
         key = (signature, ambient_state(self.device.type), sharing, variant)
         return Request(kwargs, options, signature, leaves, key)
@@ -269,9 +254,7 @@ class GraphedForward(BackendHooks):
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
         try:
             with self._marked("capture"), quiet_capture(self.device):
-                entry = build_entry(
-                    self, self.module, request, watch, self._capture_context, self.warmup_iters
-                )
+                entry = build_entry(self, self.module, request, watch, self._capture_context, self.warmup_iters)
         except UnsupportedLeafError as error:
             self._refuse(request.key, str(error))
         except Exception as error:
@@ -284,7 +267,7 @@ class GraphedForward(BackendHooks):
         self._last = request.signature
         bound = self._cache.max_bytes
         if bound is not None and entry.nbytes > bound and not request.options.pin:
-            self._free(entry)
+            entry.free()
             self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
             return
         if not request.options.pin:
@@ -300,19 +283,30 @@ class GraphedForward(BackendHooks):
     def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         self._check_usable()
         request = self.disabled_reason or self._request(kwargs, options)
-        if isinstance(request, Request):
-            with self.pool.lock:
-                self._take_turn()
-                entry = self._look_up(request)
-                if entry is None:
-                    self._capture(request)
-                elif options.pin:
-                    self._cache.pin(request.key)
-                if self._cache.get(request.key) is not None:
-                    return True
-                request = entry or self._refused.get(request.key) or self.disabled_reason or "evicted at once"
-        self._stats.miss(f"not prepared: {request}")
-        return False
+        if isinstance(request, str):
+            self._stats.miss(f"not prepared: {request}")
+            return False
+        with self.pool.lock:
+            self._take_turn()
+            if self._look_up(request) is None:
+                self._rehearse(request)
+                self._capture(request)
+            if options.pin:
+                self._cache.pin(request.key)
+            return self._cache.get(request.key) is not None
+
+    def _rehearse(self, request: Request) -> None:
+        """The eager forward of a call that is not made: lazy initialization stays, everything else is undone."""
+        before = Snapshot(self._watched().buffers)
+        try:
+            kwargs = clone_static(request.kwargs)
+        except UnsupportedLeafError:
+            return  # the capture will say so
+        with quiet_capture(self.device), Observer(storage_ids(tensors(kwargs)), before):
+            try:
+                self.module(**kwargs)
+            finally:
+                before.restore()
 
     def _unpin(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         return self._at_key(kwargs, options, self._cache.unpin)
@@ -325,128 +319,6 @@ class GraphedForward(BackendHooks):
         request = self._request(kwargs, options)
         with self.pool.lock:
             return isinstance(request, Request) and do(request.key)
-
-    # ------------------------------------------------------------------------------------------ state
-
-    @property
-    def enabled(self) -> bool:
-        """Whether calls may be captured and replayed."""
-        return self.disabled_reason is None
-
-    @property
-    def captures(self) -> int:
-        """How many graphs were captured so far."""
-        return self._stats.captures
-
-    @property
-    def num_graphs(self) -> int:
-        """How many graphs are kept now."""
-        return len(self._cache)
-
-    def stats(self) -> dict[str, Any]:
-        """A plain dict: ``graphs``, ``pinned`` and ``bytes`` kept now; ``captures``, ``replays``, ``evictions``,
-        ``misses`` and ``eager_calls`` so far; ``miss_reasons`` and ``eager_reasons`` by count; ``enabled`` and
-        ``disabled_reason``."""
-        with self.pool.lock:
-            return {
-                "graphs": len(self._cache),
-                "pinned": self._cache.pinned,
-                "bytes": self._cache.nbytes,
-                "captures": self._stats.captures,
-                "replays": self._stats.replays,
-                "evictions": self._cache.evictions,
-                "misses": self._stats.miss_reasons.total(),
-                "eager_calls": self._stats.eager_reasons.total(),
-                "miss_reasons": dict(self._stats.miss_reasons),
-                "eager_reasons": dict(self._stats.eager_reasons),
-                "enabled": self.enabled,
-                "disabled_reason": self.disabled_reason,
-            }
-
-    def disable(self, reason: str) -> None:
-        """Drops every graph; all calls run eagerly from now on. The first reason stays."""
-        with self.pool.lock:
-            if self.disabled_reason is None:
-                self.disabled_reason = reason
-                logger.warning("%s captures no more: %s", self.name, reason)
-            self._drop_graphs()
-
-    def reset(self) -> None:
-        """Drops every graph, pins included, and forgets which calls were refused. A disabled wrapper stays disabled."""
-        with self.pool.lock:
-            self._drop_graphs()
-
-    def close(self) -> None:
-        """Drops every graph; calls raise ClosedError from now on. Closing again does nothing."""
-        with self.pool.lock:
-            self._closed = True
-            self._drop_graphs()
-
-    def __enter__(self) -> GraphedForward:
-        self._check_usable()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else self.disabled_reason or f"{len(self._cache)} graphs"
-        return f"<{type(self).__name__} {self.name} on {self.device}: {state}>"
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # deepcopy, copy and pickle all come here.
-        raise NotCopyableError(
-            f"{self.name} cannot be copied or pickled: its graphs hold addresses of this process. Copy .module, and wrap "
-            "the copy"
-        )
-
-    def _why_off(self, enabled: bool) -> str | None:
-        if not enabled:
-            return "built with enabled=False"
-        if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
-            return f"the environment variable {DISABLE_VARIABLE} is set"
-        if self.group is not None and torch.distributed.get_world_size(self.group) > 1:
-            return "its group has more than one rank, and ranks do not agree on captures in this version"
-        return self._graphs_supported()
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.name} was closed; build another GraphedForward")
-        if self._forks != _forks:
-            raise ForkedError(
-                f"{self.name} was built before this process was forked, and device graphs do not survive a fork; build "
-                "another GraphedForward in this process"
-            )
-
-    def _watched(self, *, fresh: bool = False) -> ModuleWatch:
-        """The watch over the module as it was when its present graphs were captured."""
-        if self._watch is None or (fresh and self._watch.changed()):
-            self._cache.clear()
-            self._watch = ModuleWatch(self._module)
-        return self._watch
-
-    def _what_is_new(self, signature: Signature) -> str:
-        if self._last is None:
-            return "first capture"
-        return explain(self._last, signature) or "other variant, process state or sharing of storage, or evicted"
-
-    def _refuse(self, key: Hashable, reason: str) -> None:
-        """Notes that calls of this key run eagerly; the oldest such note goes when there are too many."""
-        self._refused[key] = reason
-        if len(self._refused) > _MAX_REFUSED:
-            self._refused.popitem(last=False)
-        logger.warning("%s does not capture such a call: %s", self.name, reason)
-
-    def _drop_graphs(self) -> None:
-        self._cache.clear()
-        self._refused.clear()
-        self._churn = ChurnGuard()
-        self._watch = None
-        self._last = None
-
-    def _free(self, entry: Entry) -> None:
-        self._wait_for_replays()
-        entry.graph.reset()
 
     def _marked(self, phase: str) -> AbstractContextManager[Any]:
         return self._range(phase) if self._nvtx else nullcontext()

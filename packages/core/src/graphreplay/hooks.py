@@ -60,9 +60,6 @@ class BackendHooks:
         """Orders the coming work on the current stream after the last work on the pool, whichever stream ran it. Called
         with the pool's lock held."""
 
-    def _wait_for_replays(self) -> None:
-        """Blocks until no replay of the pool is in flight, so that a graph's memory can go."""
-
     def _range(self, phase: str) -> AbstractContextManager[Any]:
         """A profiler range around one phase of a call; used on request only."""
         return nullcontext()

@@ -30,6 +30,9 @@ class OpMode(TorchDispatchMode, ABC):
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @abstractmethod
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operator and returns its result."""
@@ -73,7 +76,7 @@ def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     if named.get("training") or named.get("train") or named.get("use_input_stats"):
-        yield from (named[n] for n in ("running_mean", "running_var") if isinstance(named.get(n), Tensor))
+        yield from (t for t in (named.get("running_mean"), named.get("running_var")) if isinstance(t, Tensor))
 
 
 def where_now() -> str:
@@ -97,7 +100,7 @@ def where_raised(error: BaseException) -> str:
 
 def _is_library(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return name.startswith((_HERE, _TORCH)) or name.startswith("<")
+    return name.startswith((_HERE, _TORCH, "<"))
 
 
 def _place(frame: FrameType, line: int) -> str:

@@ -36,8 +36,8 @@ class _Call:
 
 
 class RecordedGraph:
-    """Recorded operators that run again on the same storages: addresses are fixed, no Python of the module runs, outputs
-    are overwritten, and random operators draw again."""
+    """Recorded operators that run again on the same storages: addresses are fixed, no Python of the module runs,
+    outputs are overwritten, and random operators draw again."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -61,7 +61,7 @@ class _Recorder(SyncRefusal):
         self._graph = graph
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # In-place view operators (t_, squeeze_) change the very tensor object, so the arguments are recorded as aliases.
+        # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases.
         recorded_args, recorded_kwargs = tree_map(_alias, (args, kwargs))
         if op is torch.ops.aten.lift_fresh.default:
             # torch.tensor(...) in the forward: eager makes the constant anew each time, so must a replay.

@@ -67,9 +67,7 @@ class _Flattening:
                     continue
                 leaf(obj)
                 add((obj.shape, obj.stride(), obj.dtype, obj.device))
-            elif cls in PLAIN_TYPES:
-                add((cls, obj))
-            elif cls is float and obj and obj == obj:
+            elif cls in PLAIN_TYPES or (cls is float and obj and obj == obj):
                 add((cls, obj))
             else:
                 container = container_of(cls)

@@ -1,8 +1,9 @@
 """Which tensors share storage, and copies that keep it so.
 
 Two tensors over one storage are one tensor with two names: a static copy that made them two would no longer show the
-writes of one through the other. So a list of tensors is copied by its storages: a tensor alone in its storage is copied
-by itself, and tensors that share one (or that overlap themselves, as expanded ones do) are copied as one region of bytes.
+writes of one through the other. So a list of tensors is copied by its storages: a tensor alone in its storage is
+copied by itself, and tensors that share one (or that overlap themselves, as expanded ones do) are copied as one region
+of bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Region:
             model = like[position]
             start = (self.padding + offset) // model.element_size()
             view = torch.empty(0, dtype=model.dtype, device=model.device)
-            into[position] = view.set_(storage, start, model.shape, model.stride())  # type: ignore[call-overload]
+            into[position] = view.set_(storage, start, model.shape, model.stride())
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> Tensor:
         tensor = tensors[self.positions[0]]
@@ -109,9 +110,7 @@ class CopyPlan:
             region.allocate(like, into)
         for position in (*self._sparse, *(p for group in self._dense.values() for p in group)):
             model = like[position]
-            into[position] = torch.empty_strided(
-                model.shape, model.stride(), dtype=model.dtype, device=model.device
-            )
+            into[position] = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
         return into
 
     def copy(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -139,7 +138,7 @@ def byte_view(tensor: Tensor, start: int = 0, nbytes: int | None = None) -> Tens
     storage = tensor.untyped_storage()
     size = storage.nbytes() - start if nbytes is None else nbytes
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(storage, start, (size,), (1,))  # type: ignore[call-overload, no-any-return]
+    return view.set_(storage, start, (size,), (1,))
 
 
 def _byte_offset(tensor: Tensor) -> int:
@@ -150,8 +149,8 @@ def _extent(tensor: Tensor) -> int:
     """Bytes from the tensor's first element to the end of its last one."""
     if tensor.numel() == 0:
         return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
 
 
 def _layout(tensor: Tensor) -> tuple[bool, bool]:

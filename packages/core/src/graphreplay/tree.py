@@ -240,9 +240,7 @@ def _derive_container(cls: type) -> Container | None:
     # Built-in and slotted bases hold state that object.__new__ and __dict__ do not show.
     if cls.__new__ is not object.__new__ or issubclass(cls, torch.nn.Module) or not slots <= set(names):
         return None
-    return Container(
-        children=_record_children(names), rebuild=_record_rebuild, accessor=_attribute, is_record=True
-    )
+    return Container(children=_record_children(names), rebuild=_record_rebuild, accessor=_attribute, is_record=True)
 
 
 def _slots(cls: type) -> set[str]:
@@ -331,6 +329,11 @@ def tensors(tree: Any, root: str = "kwargs") -> list[Tensor]:
     return [leaf for _, leaf in walk(tree, root) if type(leaf) in TENSOR_TYPES]
 
 
+def path_of(leaf: Any, tree: Any, root: str = "kwargs") -> str:
+    """The path of a leaf that is known to be in the tree."""
+    return next(path for path, other in walk(tree, root) if other is leaf)
+
+
 def replace_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
     """The tree rebuilt with each tensor leaf taken from ``new``, in the order of ``walk``.
 
@@ -347,4 +350,3 @@ def replace_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
     if container.is_record and all(a is b for a, b in zip(values, rebuilt, strict=True)):
         return tree
     return container.rebuild(tree, rebuilt)
-

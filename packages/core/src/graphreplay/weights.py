@@ -66,7 +66,7 @@ class ModuleWatch:
                 return f"weight {name} moved to other memory"
         for (name, module), before in zip(self._modules, self._structure, strict=True):
             if self._structure_of(module) != before:
-                return f"module {name or '(root)'} has other weights, submodules, hooks or training mode than at capture"
+                return f"module {name or '(root)'} has other weights, submodules, hooks or training mode than before"
         return None
 
     @staticmethod

@@ -1,0 +1,161 @@
+"""What a graphed forward keeps between calls, and how it ends."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, NoReturn, Self
+
+from torch import nn
+
+from graphreplay.cache import LRUCache
+from graphreplay.churn import ChurnGuard
+from graphreplay.entry import Entry
+from graphreplay.errors import ClosedError, ForkedError, NotCopyableError
+from graphreplay.hooks import BackendHooks
+from graphreplay.signature import Signature, explain
+from graphreplay.stats import Stats, logger
+from graphreplay.weights import ModuleWatch
+
+MAX_REFUSED = 1024
+"""Keys that are remembered as not graphable; the oldest goes first."""
+
+_forks = 0
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class GraphStore(BackendHooks):
+    """The graphs of one wrapper with all that is known about them. Methods that change it hold the pool's lock."""
+
+    disabled_reason: str | None
+    """Why calls run eagerly from now on, or None."""
+
+    def _open_store(self, module: nn.Module | None, max_entries: int, max_bytes: int | None) -> None:
+        self._module = module
+        self._watch: ModuleWatch | None = None
+        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, Entry.free)
+        self._refused: OrderedDict[Hashable, str] = OrderedDict()
+        self._churn = ChurnGuard()
+        self._last: Signature | None = None
+        self._stats = Stats(self.name)
+        self._born = _forks
+        self._closed = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether calls may be captured and replayed."""
+        return self.disabled_reason is None
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured so far."""
+        return self._stats.captures
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs are kept now."""
+        return len(self._cache)
+
+    def stats(self) -> dict[str, Any]:
+        """A plain dict: ``graphs``, ``pinned`` and ``bytes`` kept now; ``captures``, ``replays``, ``evictions``,
+        ``misses`` and ``eager_calls`` so far; ``miss_reasons`` and ``eager_reasons`` by count; ``enabled`` and
+        ``disabled_reason``."""
+        with self.pool.lock:
+            return {
+                "graphs": len(self._cache),
+                "pinned": self._cache.pinned,
+                "bytes": self._cache.nbytes,
+                "captures": self._stats.captures,
+                "replays": self._stats.replays,
+                "evictions": self._cache.evictions,
+                "misses": self._stats.miss_reasons.total(),
+                "eager_calls": self._stats.eager_reasons.total(),
+                "miss_reasons": dict(self._stats.miss_reasons),
+                "eager_reasons": dict(self._stats.eager_reasons),
+                "enabled": self.enabled,
+                "disabled_reason": self.disabled_reason,
+            }
+
+    def disable(self, reason: str) -> None:
+        """Drops every graph; all calls run eagerly from now on. The first reason stays."""
+        with self.pool.lock:
+            if self.disabled_reason is None:
+                self.disabled_reason = reason
+                logger.warning("%s captures no more: %s", self.name, reason)
+            self._drop_graphs()
+
+    def reset(self) -> None:
+        """Drops every graph, pins included, and forgets which calls were refused. A disabled wrapper stays disabled."""
+        with self.pool.lock:
+            self._drop_graphs()
+
+    def close(self) -> None:
+        """Drops every graph; calls raise ClosedError from now on. Closing again does nothing."""
+        with self.pool.lock:
+            self._closed = True
+            self._drop_graphs()
+
+    def __enter__(self) -> Self:
+        self._check_usable()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.disabled_reason or f"{len(self._cache)} graphs"
+        return f"<{type(self).__name__} {self.name} on {self.device}: {state}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # deepcopy, copy and pickle all come here.
+        raise NotCopyableError(
+            f"{self.name} cannot be copied or pickled: its graphs hold addresses of this process. Copy .module, and "
+            "wrap the copy"
+        )
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} was closed; build another GraphedForward")
+        if self._born != _forks:
+            raise ForkedError(
+                f"{self.name} was built before this process was forked, and device graphs do not survive a fork; build "
+                "another GraphedForward in this process"
+            )
+
+    def _watched(self, *, fresh: bool = False) -> ModuleWatch:
+        """The watch over the module as it was when its present graphs were captured."""
+        watch = self._watch
+        if watch is None or fresh:
+            with self.pool.lock:
+                if self._watch is None or (fresh and self._watch.changed()):
+                    self._cache.clear()
+                    self._watch = ModuleWatch(self._module)
+                watch = self._watch
+        return watch
+
+    def _what_is_new(self, signature: Signature) -> str:
+        if self._last is None:
+            return "first capture"
+        return explain(self._last, signature) or "other variant, process state or sharing of storage, or evicted"
+
+    def _refuse(self, key: Hashable, reason: str) -> None:
+        """Notes that calls of this key run eagerly; the oldest such note goes when there are too many."""
+        self._refused[key] = reason
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+        logger.warning("%s does not capture such a call: %s", self.name, reason)
+
+    def _drop_graphs(self) -> None:
+        self._cache.clear()
+        self._refused.clear()
+        self._churn = ChurnGuard()
+        self._watch = None
+        self._last = None

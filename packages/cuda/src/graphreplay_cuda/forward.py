@@ -1,0 +1,88 @@
+"""The CUDA hooks of GraphedForward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from graphreplay import BackendUnavailableError, GraphedForward, HostSyncError
+from graphreplay.opmode import where_raised
+from graphreplay_cuda.capture import CapturedGraph, PoolState, capture
+
+
+class CUDAGraphedForward(GraphedForward):
+    """GraphedForward on CUDA graphs. Arguments, calls and errors are those of GraphedForward."""
+
+    @classmethod
+    def resolve_device(cls, device: torch.device) -> torch.device:
+        if device.type != "cuda":
+            return device
+        if not torch.cuda.is_available():
+            built = torch.version.cuda is not None
+            why = "no usable NVIDIA GPU or driver" if built else "this PyTorch is built without CUDA"
+            raise BackendUnavailableError(f"{device} is not here: {why}")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise BackendUnavailableError(f"{device} is not here: this machine has {count} CUDA devices")
+        return torch.device("cuda", index)
+
+    def _graphs_supported(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"CUDA graphs run on a CUDA device, not on {self.device}"
+        return None
+
+    @contextmanager
+    def _warmup_stream(self) -> Iterator[None]:
+        side, current = self._pool_state.capture_stream, torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            current.wait_stream(side)
+
+    @contextmanager
+    def _sync_probe(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype, once a process
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            raise HostSyncError(
+                f"an operator at {where_raised(error)} makes the host wait for the device, which a replay cannot do; "
+                "compute it on the device, or pass it in as a kwarg"
+            ) from error
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def _capture_graph(self, forward: Callable[[], Any]) -> tuple[CapturedGraph, Any]:
+        return capture(forward, self._pool_state)
+
+    def _is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _take_turn(self) -> None:
+        state, current = self._pool_state, torch.cuda.current_stream(self.device)
+        if current != state.last_stream:
+            current.wait_stream(state.last_stream)
+            state.last_stream = current
+
+    def _range(self, phase: str) -> AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(f"{self.name}: {phase}")
+
+    @property
+    def _pool_state(self) -> PoolState:
+        state = self.pool.backend
+        if state is None:
+            state = self.pool.backend = PoolState(self.device)
+        assert isinstance(state, PoolState)
+        return state
