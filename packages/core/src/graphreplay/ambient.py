@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _FP32_BACKENDS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 
 
 def ambient_state(device_type: str) -> tuple[Any, ...]:
-    """A key over grad and inference mode, autocast, default dtype, determinism, precision and SDPA switches.
+    """A key over grad and inference mode, autocast, default dtype and device, determinism, precision, SDPA switches.
 
     Two calls under equal states run the same kernels on the same inputs.
     """
@@ -31,7 +33,13 @@ def ambient_state(device_type: str) -> tuple[Any, ...]:
         torch._C._get_mem_efficient_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
+        _default_device() if torch._C._len_torch_function_stack() else None,
     )
+
+
+def _default_device() -> torch.device | None:
+    """The device of ``torch.set_default_device``, which is a function mode."""
+    return next((mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)), None)
 
 
 def eager_only() -> str | None:
@@ -40,6 +48,10 @@ def eager_only() -> str | None:
         return "torch.compile is tracing the call"
     if torch._C._len_torch_dispatch_stack():
         return "a torch dispatch mode is active, and a replay would hide every operator from it"
+    if torch._C._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    ):
+        return "a torch function mode is active, and a replay would hide every call from it"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a functorch transform (vmap, grad) is active"
     return None

@@ -17,9 +17,10 @@ from graphreplay.hooks import BackendHooks
 from graphreplay.observe import Observer, Snapshot
 from graphreplay.opmode import where_raised
 from graphreplay.request import Request
+from graphreplay.signature import flatten
 from graphreplay.static import clone_static
 from graphreplay.storage import storage_ids
-from graphreplay.tree import tensors
+from graphreplay.tree import replace_tensors, tensors
 from graphreplay.weights import ModuleWatch
 
 
@@ -94,7 +95,8 @@ def describe(error: Exception) -> str:
     """An error as a reason: errors of this package speak for themselves, others say where they were raised."""
     if isinstance(error, GraphReplayError):
         return str(error)
-    return f"{type(error).__name__}: {error} (raised at {where_raised(error)})"
+    summary = str(error).partition("\n")[0]  # CUDA errors go on with pages of general advice
+    return f"{type(error).__name__}: {summary} (raised at {where_raised(error)})"
 
 
 def build_entry(
@@ -116,14 +118,19 @@ def build_entry(
     """
     with _phase("clone"):
         static = clone_static(request.kwargs)
-    given = tensors(static)
+    given, structure = tensors(static), flatten(static)[0]
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == hooks.device]
     before = Snapshot(watch.buffers)
     observer = Observer(storage_ids(given), before)
 
     def forward() -> Any:
-        return module(**static)
+        # Containers of its own for each run, so that one that changes them changes them once.
+        kwargs = replace_tensors(static, iter(given))
+        outputs = module(**kwargs)
+        if flatten(kwargs)[0] != structure or any(a is not b for a, b in zip(tensors(kwargs), given, strict=True)):
+            raise UnsupportedLeafError("kwargs", "the forward changes a container that it was given; pass a copy of it")
+        return outputs
 
     try:
         with body_error_wins(capture_context), watch.attributes_kept():

@@ -21,9 +21,11 @@ from graphreplay.tree import (
     Refused,
     Token,
     check_size,
+    check_tensor,
     container_of,
     leaf_token,
     name_tokens,
+    source_of,
     value_token,
     walk,
 )
@@ -104,7 +106,11 @@ def flatten(
     """
     flattening = _Flattening(for_call, on_device)
     try:
-        return Signature(flattening.node(tree, 0)), flattening.leaves
+        signature = Signature(flattening.node(tree, 0))
+        if not for_call:
+            for leaf in flattening.leaves:
+                check_tensor(leaf)
+        return signature, flattening.leaves
     except (Refused, RuntimeError) as error:
         # Sparse and nested tensors raise a RuntimeError when asked for strides. The slow walk finds the path.
         for _ in walk(tree, root):
@@ -181,7 +187,7 @@ def _child_names(node: Token) -> list[str]:
     container = container_of(node[0])
     assert container is not None
     names = range(len(node[2])) if node[1] is None else node[1]
-    return [container.accessor(name[1] if type(name) is tuple else name) for name in names]
+    return [container.accessor(name) for name in names]
 
 
 def _describe(node: Token) -> str:
@@ -190,7 +196,11 @@ def _describe(node: Token) -> str:
         return f"a tensor {_show(shape)} of {dtype} on {device}"
     if _is_container(node):
         return f"a {node[0].__name__} of {len(node[2])}"
-    return "None" if node[0] is type(None) else f"{node[0].__name__} {node[1] if len(node) == 2 else node[1:]!r}"
+    if node[0] is Tensor:
+        dtype, token = node[1]
+        return f"a CPU scalar {source_of(token)} of {dtype}"
+    name, text = node[0].__name__, source_of(node)
+    return text if node[0] is type(None) or name in text else f"{name} {text}"
 
 
 def _show(value: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
-"""A copied region keeps its address modulo this many bytes, so that every dtype in it stays aligned."""
+"""A copied region keeps its offset modulo this many bytes, so that every dtype in it stays aligned."""
 
 
 def storage_ids(tensors: Sequence[Tensor]) -> list[int]:
@@ -48,7 +48,7 @@ class _Region:
         start = min(offsets)
         self.offsets = [offset - start for offset in offsets]
         self.nbytes = max(offset + _extent(tensors[p]) for p, offset in zip(positions, self.offsets, strict=True))
-        self.padding = (tensors[positions[0]].data_ptr() - self.offsets[0]) % _ALIGNMENT
+        self.padding = start % _ALIGNMENT
 
     def allocate(self, like: Sequence[Tensor], into: list[Tensor]) -> None:
         size = self.padding + self.nbytes
@@ -142,15 +142,15 @@ def byte_view(tensor: Tensor, start: int = 0, nbytes: int | None = None) -> Tens
 
 
 def _byte_offset(tensor: Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _extent(tensor: Tensor) -> int:
     """Bytes from the tensor's first element to the end of its last one."""
     if tensor.numel() == 0:
         return 0
-    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + last) * tensor.element_size()
+    last = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * int(tensor.element_size())
 
 
 def _layout(tensor: Tensor) -> tuple[bool, bool]:

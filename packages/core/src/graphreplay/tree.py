@@ -65,7 +65,7 @@ class Container:
     rebuild: Callable[[Any, Sequence[Any]], Any]
     """A new container like the first one, holding these values (given in ``children`` order)."""
     accessor: Callable[[Any], str]
-    """The Python text that reaches a child from its parent."""
+    """The Python text that reaches a child from its parent, by the token of its name or by its position."""
     is_record: bool = False
     """A dataclass: without tensors inside it is passed on as the same object."""
 
@@ -99,7 +99,7 @@ def value_token(obj: Any) -> Token | None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(obj, numpy.generic) and not obj.dtype.hasobject:
         is_nan = obj.dtype.kind in "fcmM" and obj != obj
-        return (cls, obj.dtype.str, repr(obj) if is_nan else obj.tobytes())
+        return (cls, obj.dtype, repr(obj) if is_nan else obj.tobytes())
     return None
 
 
@@ -115,7 +115,33 @@ def key_token(key: Any) -> Token:
     token = value_token(key)
     if token is None:
         raise Refused(f"a dict key of type {_type_name(type(key))} has no stable value; use str or int keys")
+    if key != key:
+        raise Refused("a NaN as dict key, under which nothing is found again; use str or int keys")
     return token
+
+
+def source_of(token: Token) -> str:
+    """The Python text of a value or key, from its token."""
+    cls, *parts = token
+    value = parts[-1]
+    if cls is tuple:
+        return f"({', '.join(map(source_of, value))}{',' if len(value) == 1 else ''})"
+    if cls is slice:
+        return f"slice({', '.join(map(source_of, value))})"
+    if cls is str and '"' not in value:
+        return '"' + repr("'" + value)[2:]  # repr takes double quotes where it sees a single one
+    if cls is torch.device:
+        return f"torch.{value!r}"
+    if cls in PLAIN_TYPES:
+        return repr(value)
+    if cls is float or cls is complex:
+        text = value if type(value) is str else repr(value)
+        return f'{cls.__name__}("{text}")' if "inf" in text or "nan" in text else text
+    if cls is range:
+        return repr(range(*parts))
+    if issubclass(cls, Enum):
+        return f"{cls.__qualname__}.{parts[0]}" if parts[0] in cls.__members__ else f"{cls.__qualname__}({value})"
+    return value if type(value) is str else repr(sys.modules["numpy"].frombuffer(value, parts[0])[0])
 
 
 def name_tokens(names: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -153,7 +179,7 @@ def _dict_rebuild(obj: dict[Any, Any], values: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _item(name: Any) -> str:
-    return f'["{name}"]' if type(name) is str else f"[{name!r}]"
+    return f"[{source_of(name if type(name) is tuple else (type(name), name))}]"
 
 
 def _attribute(name: str) -> str:
@@ -185,15 +211,22 @@ def _record_rebuild(obj: Any, values: Sequence[Any]) -> Any:
 
 def _mapping_record_children(obj: Any) -> tuple[Names, Names, list[Any]]:
     names = tuple(obj)
-    stray = set(vars(obj)) - {field.name for field in fields(obj)}
+    known, attributes = {field.name for field in fields(obj)}, vars(obj)
+    stray = {n for n in (*known, *names, *attributes) if n not in known or attributes.get(n) is not obj.get(n)}
     if stray:
-        raise Refused(f"a {_type_name(type(obj))} with attributes beside its fields: {sorted(stray)}")
+        raise Refused(f"a {_type_name(type(obj))} whose attributes and items differ: {sorted(stray)}")
     return names, name_tokens(names), [obj[name] for name in names]
+
+
+def _mapping_record_rebuild(obj: Any, values: Sequence[Any]) -> Any:
+    # An item that is None is not among the items, and its field's default may be another.
+    absent = {field.name: None for field in fields(obj) if field.init}
+    return type(obj)(**absent | dict(zip(tuple(obj), values, strict=True)))
 
 
 _MAPPING_RECORD = Container(
     children=_mapping_record_children,
-    rebuild=lambda obj, values: type(obj)(**dict(zip(tuple(obj), values, strict=True))),
+    rebuild=_mapping_record_rebuild,
     accessor=_item,
 )
 _SEQUENCE = Container(
@@ -272,7 +305,7 @@ def walk(tree: Any, root: str = "kwargs") -> Iterator[tuple[str, Any]]:
                 return
             budget[0] -= 1
             check_size(depth, budget[0])
-            names, _, values = container.children(obj)
+            _, names, values = container.children(obj)
         except Refused as refusal:
             raise UnsupportedLeafError(path, str(refusal)) from None
         for name, value in zip(range(len(values)) if names is None else names, values, strict=True):
@@ -298,12 +331,12 @@ def check_size(depth: int, containers_left: int) -> None:
 
 def _check_leaf(obj: Any) -> None:
     if type(obj) in TENSOR_TYPES:
-        _check_tensor(obj)
+        check_tensor(obj)
     else:
         leaf_token(obj)
 
 
-def _check_tensor(tensor: Tensor) -> None:
+def check_tensor(tensor: Tensor) -> None:
     if tensor.is_nested:
         raise Refused("a nested tensor; pass a padded tensor, or values and offsets")
     if tensor.layout is not torch.strided:
@@ -345,8 +378,7 @@ def replace_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
     container = container_of(cls)
     if container is None:
         return tree
-    _, _, values = container.children(tree)
-    rebuilt = [replace_tensors(value, new) for value in values]
-    if container.is_record and all(a is b for a, b in zip(values, rebuilt, strict=True)):
+    if container.is_record and not tensors(tree):
         return tree
-    return container.rebuild(tree, rebuilt)
+    _, _, values = container.children(tree)
+    return container.rebuild(tree, [replace_tensors(value, new) for value in values])
