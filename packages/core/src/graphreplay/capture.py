@@ -118,20 +118,25 @@ def build_entry(
     """
     with _phase("clone"):
         static = clone_static(request.kwargs)
-    given, structure = tensors(static), flatten(static)[0]
+    given = tensors(static)
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == hooks.device]
     before = Snapshot(watch.buffers)
     observer = Observer(storage_ids(given), before)
 
+    def check_containers(kwargs: Any) -> None:
+        key, _ = flatten(kwargs, for_call=True, on_device=hooks.device.type != "cpu")
+        if key != request.signature or any(a is not b for a, b in zip(tensors(kwargs), given, strict=True)):
+            raise UnsupportedLeafError("kwargs", "the forward changes a container that it was given; pass a copy of it")
+
     def forward() -> Any:
         # Containers of its own for each run, so that one that changes them changes them once.
         kwargs = replace_tensors(static, iter(given))
         outputs = module(**kwargs)
-        if flatten(kwargs)[0] != structure or any(a is not b for a, b in zip(tensors(kwargs), given, strict=True)):
-            raise UnsupportedLeafError("kwargs", "the forward changes a container that it was given; pass a copy of it")
+        check_containers(kwargs)
         return outputs
 
+    check_containers(static)  # the caller's own, as the eager forward left them
     try:
         with body_error_wins(capture_context), watch.attributes_kept():
             with hooks._warmup_stream():
