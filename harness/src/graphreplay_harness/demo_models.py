@@ -152,9 +152,25 @@ def load_models(device: torch.device, dtype: torch.dtype, seed: int) -> Models:
         encoder = PromptEncoder(
             bert, _MINILM["hidden_size"], shape.cross_attention_input_dim, shape.global_states_input_dim
         )
+    _heed_conditions(model, encoder)
     for module in (encoder, model):
         module.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return Models(encoder, tokenizer, weights, DiT(model), shape.num_layers, shape.attention_head_dim // 2)
+
+
+def _heed_conditions(model: nn.Module, encoder: PromptEncoder) -> None:
+    """Makes random weights heed their conditions, so that a graph with a wrong or stale one shows in the result.
+
+    At PyTorch's initial scale each layer shrinks what it is given, and another prompt changes the latents no more than
+    rounding in bfloat16 does.
+    """
+    conditions = (model.cross_attention_proj, model.global_proj, model.timestep_proj, encoder.to_text, encoder.to_summary)
+    with torch.no_grad():
+        for modules, gain in (((model.transformer_blocks,), 1.3), (conditions, 3.0)):
+            for part in modules:
+                for module in part.modules():
+                    if isinstance(module, nn.Linear):
+                        module.weight.mul_(gain)
 
 
 def minilm_folder() -> Path | None:

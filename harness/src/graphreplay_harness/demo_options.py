@@ -52,9 +52,9 @@ def read_options(argv: Sequence[str] | None, description: str) -> Options:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         cls = get_graphed_forward_cls(device)
+        parsed = cls.resolve_device(torch.device(device))
     except GraphReplayError as error:
         raise BadInput(str(error)) from error
-    parsed = torch.device(device)
     prompts, empty_lines = (PROMPTS, 0) if given.prompts is None else _read_prompts(given.prompts)
     dtype = DTYPES[given.dtype or ("float32" if parsed.type == "cpu" else "bfloat16")]
     return Options(prompts, empty_lines, parsed, cls, dtype, given.seed, given.steps)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -154,8 +155,8 @@ def forward_medians(
     times: tuple[list[float], list[float]] = ([], [])
     for repeat in range(3 + repeats):
         for forward, into in zip((dit.module, dit), times, strict=True):  # in turn, so that both meet the same clocks
-            _, ms = timed(device, lambda forward=forward: forward(**kwargs))
-            if repeat >= 3:  # after a warm-up
+            _, ms = timed(device, partial(forward, **kwargs))
+            if repeat >= 3:  # warm by then
                 into.append(ms)
     return statistics.median(times[0]), statistics.median(times[1])
 

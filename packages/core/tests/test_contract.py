@@ -2,8 +2,10 @@
 
 from graphreplay import ReferenceGraphedForward
 from graphreplay.testing.contract_capture import CaptureContract
+from graphreplay.testing.contract_keys import KeyContract
+from graphreplay.testing.contract_state import StateContract
 
 
-class TestCapture(CaptureContract):
+class TestReference(CaptureContract, KeyContract, StateContract):
     cls = ReferenceGraphedForward
     device = "cpu"

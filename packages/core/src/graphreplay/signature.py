@@ -81,8 +81,11 @@ class _Flattening:
         check_size(depth, self.containers_left)
         names, tokens, values = container.children(obj)
         children = tuple(self.nodes(values, depth + 1))
-        if self.for_call and type(obj) is dict and tuple(obj) != names:
-            return (dict, tokens, children, name_tokens(tuple(obj)))
+        if self.for_call and type(obj) is dict:
+            keys = tuple(obj)
+            inserted = keys if tokens is names else name_tokens(keys)
+            if inserted != tokens:
+                return (dict, tokens, children, inserted)
         return (type(obj), tokens, children)
 
 
@@ -153,7 +156,7 @@ def differences(a: Token, b: Token, path: str = "kwargs") -> Iterator[tuple[str,
     """Every place in which two signatures differ: its path, and the nodes of both."""
     if a == b:
         return
-    if _is_container(a) and _is_container(b) and a[:2] == b[:2] and a[3:] == b[3:]:
+    if _is_container(a) and _is_container(b) and a[:2] == b[:2] and a[3:] == b[3:] and len(a[2]) == len(b[2]):
         for name, was, now in zip(_child_names(a), a[2], b[2], strict=True):
             yield from differences(was, now, path + name)
         return

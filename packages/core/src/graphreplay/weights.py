@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +20,12 @@ from graphreplay.errors import CaptureError
 from graphreplay.tree import TENSOR_TYPES
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL_HOOKS = (
+    global_hooks._global_forward_hooks,
+    global_hooks._global_forward_pre_hooks,
+    global_hooks._global_backward_hooks,
+)
+_STRUCTURE = ("weights or submodules", "training modes", "hooks", "forward methods")
 
 
 class ModuleWatch:
@@ -30,19 +37,30 @@ class ModuleWatch:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._modules: list[tuple[str, nn.Module]] = [] if module is None else list(module.named_modules())
-        self._structure = [self._structure_of(m) for _, m in self._modules]
+        self._states = [m.__dict__ for _, m in self._modules]
+        self._members = [state[kind] for state in self._states for kind in ("_parameters", "_buffers", "_modules")]
+        self._hooks = [*_GLOBAL_HOOKS, *(state[kind] for state in self._states for kind in _HOOKS)]
+        self._structure = self._structure_now()
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._storages: list[torch.UntypedStorage] = []
         self.storage_ids: set[int] = set()
-        self.refusal: str | None = None
-        """Why no graph of this module can be watched, or None."""
+        self._odd: list[tuple[str, Tensor]] = []
         for prefix, m in self._modules:
             for name, tensor in _own_tensors(m):
                 path = f"{prefix}.{name}" if prefix else name
-                if type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided:
-                    self.refusal = f"weight {path} is a {type(tensor).__name__} of layout {tensor.layout}"
+                if _is_odd(tensor):
+                    self._odd.append((path, tensor))
                 else:
                     self.add(path, tensor)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the module cannot be watched, and so not be captured, or None. Lazy weights are odd until a forward
+        initializes them."""
+        name, tensor = next(((n, t) for n, t in self._odd if _is_odd(t)), ("", None))
+        if tensor is None:
+            return None
+        return f"weight {name} is a {type(tensor).__name__} of layout {tensor.layout}, whose memory cannot be watched"
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Watches one more tensor."""
@@ -60,27 +78,26 @@ class ModuleWatch:
         return any(tensor.requires_grad for _, tensor, _ in self._tensors)
 
     def changed(self) -> str | None:
-        """What changed since this watch began, or None."""
+        """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
         for name, tensor, address in self._tensors:
             if tensor.data_ptr() != address:
                 return f"weight {name} moved to other memory"
-        for (name, module), before in zip(self._modules, self._structure, strict=True):
-            if self._structure_of(module) != before:
-                return f"module {name or '(root)'} has other weights, submodules, hooks or training mode than before"
+        if self._odd:
+            return f"weight {self._odd[0][0]} was initialized"
+        now = self._structure_now()
+        for what, was, is_now in zip(_STRUCTURE, self._structure, now, strict=True):
+            if len(was) != len(is_now) or not all(map(is_, was, is_now)):
+                return f"the module has other {what} than at capture"
         return None
 
-    @staticmethod
-    def _structure_of(module: nn.Module) -> tuple[Any, ...]:
-        # Identities, since == of tensors compares values. The watch keeps the objects alive, so no id is reused.
-        state = module.__dict__
+    def _structure_now(self) -> tuple[list[Any], ...]:
+        """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
+        to them, so that no address is reused."""
         return (
-            state["training"],
-            *map(id, state["_parameters"].values()),
-            *map(id, state["_buffers"].values()),
-            *map(id, state["_modules"].values()),
-            *[len(state[hooks]) for hooks in _HOOKS],
-            *[len(getattr(global_hooks, hooks)) for hooks in _GLOBAL_HOOKS],
-            state.get("forward"),
+            list(chain.from_iterable(map(dict.values, self._members))),
+            [state["training"] for state in self._states],
+            list(chain.from_iterable(map(dict.values, filter(None, self._hooks)))),
+            [state.get("forward") for state in self._states],
         )
 
     @contextmanager
@@ -136,6 +153,10 @@ def _differs(kept: tuple[Any, Any] | None) -> bool:
         return False
     now, was = ([*v.keys(), *v.values()] if isinstance(v, dict) else v for v in kept)
     return len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True))
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    return type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

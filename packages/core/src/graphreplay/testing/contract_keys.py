@@ -1,0 +1,351 @@
+"""Contract: what a call is keyed by, and which calls no graph may serve.
+
+| kind | outcome | test |
+| --- | --- | --- |
+| shape, strides, dtype | keyed | test_layouts_are_keyed, test_awkward_layouts |
+| tensor values | copied | test_values_are_copied |
+| value that is no tensor | keyed by exact type and value | test_values_are_keyed_by_exact_type |
+| containers, None | walked, rebuilt, keyed | test_trees_of_kwargs |
+| dict order | result as eager in any order | test_dict_order |
+| aliased inputs | sharing keyed and kept | test_sharing_* |
+| own parameter or buffer as a kwarg; nn.Parameter | eager, as eager; a plain tensor | test_own_weight_*, test_parameter_* |
+| opaque object, cycle, subclass, sparse, meta | eager with the path, others graphed | test_unsupported_leaf_runs_eagerly |
+| clone_static of such | error with the path | test_clone_static_refuses_by_path |
+| kwargs that the forward itself changes | as eager | test_forward_that_edits_its_kwargs |
+| host scalar that changes at every call | bounded captures, then eager, leaf named | test_changing_host_scalar_* |
+| module state beside the kwargs | variant=, keep_alive= | test_variant_*, test_keep_alive_* |
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphreplay
+from graphreplay.testing import zoo
+from graphreplay.testing.contract_twin import MODES, ContractBase, assert_same
+
+
+class _Step(enum.IntEnum):
+    ONE = 1
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def _cycle(x: Tensor) -> list[Any]:
+    tree: list[Any] = [x]
+    tree.append(tree)
+    return tree
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "strided": lambda x: x[:, ::3],
+    "sliced": lambda x: x[1:, 2:5],
+    "expanded": lambda x: x[:1].expand(4, -1),
+    "unfolded": lambda x: x.unfold(1, 4, 2),
+    "channels_last": lambda x: x.reshape(1, 2, -1, 3).contiguous(memory_format=torch.channels_last),
+    "empty": lambda x: x[:, :0],
+    "scalar": lambda x: x[0, 0],
+    "complex": lambda x: torch.complex(x, -x),
+    "conjugate": lambda x: torch.complex(x, -x).conj(),
+    "negative": lambda x: torch.complex(x, -x).conj().imag,
+    "bool": lambda x: x > 0,
+    "int64": lambda x: (x * 10).long(),
+    "bfloat16": lambda x: x.bfloat16(),
+}
+VALUES = [
+    1,
+    True,
+    1.0,
+    _Step.ONE,
+    np.float32(1),
+    np.int64(1),
+    0.0,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    "1",
+    b"1",
+    None,
+    ...,
+    1j,
+    torch.float32,
+    torch.Size([1]),
+    (1,),
+    [1],
+    slice(1),
+    range(1),
+]
+UNSUPPORTED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "object": (lambda x: object(), 'kwargs["extra"]'),
+    "inside": (lambda x: {"a": [x, threading.Lock()]}, 'kwargs["extra"]["a"][1]'),
+    "function": (lambda x: (0, print), 'kwargs["extra"][1]'),
+    "set": (lambda x: [{1, 2}], 'kwargs["extra"][0]'),
+    "iterator": (lambda x: iter([x]), 'kwargs["extra"]'),
+    "generator": (lambda x: {"g": torch.Generator()}, 'kwargs["extra"]["g"]'),
+    "subclass": (lambda x: (x.as_subclass(_Subclass),), 'kwargs["extra"][0]'),
+    "sparse": (lambda x: [x.to_sparse()], 'kwargs["extra"][0]'),
+    "meta": (lambda x: [x.to("meta")], ""),
+    "cycle": (_cycle, 'kwargs["extra"][1][1]'),
+}
+
+
+def _total(*, x: Tensor, extra: Any) -> Tensor:
+    """Sums what it finds, one level deep, in the order in which it finds it."""
+    found = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list | tuple) else [extra]
+    total = x * 2
+    for item in found:
+        if isinstance(item, Tensor) and item.device == x.device and item.layout == torch.strided:
+            total = total * 3 + item.sum()
+    return total
+
+
+def _pops(*, d: dict[str, Tensor]) -> Tensor:
+    return d.pop("a", d["b"]) - d["b"] * 2
+
+
+def _appends(*, d: dict[str, Any]) -> Tensor:
+    d.setdefault("seen", []).append(d["a"] * 2)
+    return torch.stack(d["seen"]).sum(0) + d["b"]
+
+
+def _replaces(*, d: dict[str, Tensor]) -> Tensor:
+    d["a"] = d["a"] * 2
+    return d["a"] + d["b"]
+
+
+def _transposes(*, d: dict[str, Tensor]) -> Tensor:
+    d["a"].t_()
+    return d["a"] @ d["a"].new_ones(d["a"].shape[1], 2)
+
+
+class KeyContract(ContractBase):
+    """From kwargs to a key, or to a reason."""
+
+    def test_values_are_copied(self) -> None:
+        twin = self.twin(zoo.MLP())
+        with torch.no_grad():
+            for seed in range(5):
+                twin(x=self.x(seed=seed))
+        assert twin.counts() == (1, 4, 0)
+
+    def test_layouts_are_keyed(self) -> None:
+        twin = self.twin(lambda *, x: x * 2)
+        base = self.x(8)
+        inputs = [base, base.t(), base[:, :4], base[:4], base.double(), base.t()[:, :4]]
+        with torch.no_grad():
+            for _ in range(2):
+                for x in inputs:
+                    twin(x=x)
+        assert twin.counts() == (6, 6, 0)
+        assert twin.graphed.num_graphs == 6
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_awkward_layouts(self, layout: str, mode: str) -> None:
+        twin = self.twin(lambda *, x: (x + 1, x, x.flatten(), x.t() if x.dim() == 2 else x))
+        with MODES[mode]():
+            for seed in range(4):
+                twin(x=LAYOUTS[layout](self.x(3, seed)))
+        assert twin.counts() == (1, 3, 0)
+
+    def test_values_are_keyed_by_exact_type(self) -> None:
+        graphed = self.wrap(lambda *, x, value: {"x": x + 1, "value": value}, max_entries=64)
+        with torch.no_grad():
+            # Rows of calls that differ in one leaf and are not repeated would be stopped: each comes twice at once.
+            for value in VALUES:
+                for seed in range(2):
+                    result = graphed(x=self.x(seed=seed), value=value)
+                    assert_same(result["x"], self.x(seed=seed) + 1)
+                    assert type(result["value"]) is type(value)
+                    assert repr(result["value"]) == repr(value)
+        assert graphed.captures == len(VALUES)
+        assert graphed.stats()["replays"] == len(VALUES)
+
+    def test_trees_of_kwargs(self) -> None:
+        twin = self.twin(lambda *, tree: (tree["r"].hidden + tree["p"].first, tree))
+        with torch.no_grad():
+            for seed, rest in enumerate((None, None, self.x(), self.x(seed=9), [self.x()])):
+                x = self.x(seed=seed)
+                record = zoo.Record(x, 3, rest)
+                twin(tree={"r": record, "p": zoo.Pair(x + 1, None), "o": OrderedDict(b=x * 2, a="t"), 3: (x * 3,)})
+        assert twin.counts() == (3, 2, 0)
+
+    def test_dict_order(self) -> None:
+        twin = self.twin(_total)
+        x, a, b = self.x(), self.x(seed=1), self.x(seed=2)
+        with torch.no_grad():
+            for _ in range(3):
+                forth = twin(x=x, extra={"a": a, "b": b})
+                back = twin(x=x, extra={"b": b, "a": a})
+                twin(extra={"b": b, "a": a}, x=x)
+        assert not torch.equal(forth, back)
+        assert twin.graphed.stats()["eager_calls"] == 0
+        assert twin.graphed.stats()["replays"] >= 5
+
+    def test_sharing_is_keyed(self) -> None:
+        def forward(*, a: Tensor, b: Tensor) -> Tensor:
+            a.add_(1)
+            return b * 2
+
+        twin = self.twin(forward)
+        with torch.no_grad():
+            for seed in range(3):
+                x = self.x(4, seed)
+                twin(a=x, b=x)
+                twin(a=self.x(4, seed), b=self.x(4, seed))
+                base = self.x(8, seed)
+                twin(a=base[:4], b=base[4:])
+                twin(a=base[:4], b=base[2:6])
+                twin(a=base[2:6], b=base[:4])
+        assert twin.counts() == (5, 10, 0)
+
+    def test_sharing_of_other_dtypes_and_strides(self) -> None:
+        def forward(*, bytes: Tensor, x: Tensor) -> Tensor:
+            bytes[..., :4] = 0
+            return x + 1
+
+        twin = self.twin(forward)
+        with torch.no_grad():
+            for seed in range(3):
+                x = self.x(4, seed)
+                twin(bytes=x.view(torch.uint8)[1:], x=x.t())
+        assert twin.counts() == (1, 2, 0)
+
+    def test_previous_output_is_an_input(self) -> None:
+        twin = self.twin(lambda *, x: (x * 0.5, x.neg_()))
+        x = self.x()
+        with torch.no_grad():
+            for _ in range(4):
+                x = twin(x=x)[0]
+                x = twin(x=x)[1]
+        assert twin.counts() == (1, 7, 0)
+
+    @pytest.mark.parametrize("of", [lambda m: m.down.bias, lambda m: m.down.weight[0], lambda m: m.calls])
+    def test_own_weight_as_a_kwarg_runs_eagerly(self, of: Callable[[Any], Tensor]) -> None:
+        class Updates(zoo.MLP):
+            calls: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+                self.down.bias.add_(1)
+                self.calls.add_(1)
+                return super().forward(x) + (0 if other is None else other.sum())
+
+        twin = self.twin(Updates())
+        with torch.no_grad():
+            for seed in range(3):
+                x = self.x(seed=seed)
+                expected = twin.plain(x=x, other=of(twin.plain))
+                assert_same(twin.graphed(x=x, other=of(twin.graphed.module)), expected)
+                twin.check_state()
+                twin(x=x)
+        assert twin.counts() == (1, 2, 3)
+        assert "parameter or buffer of the module" in twin.eager_reason()
+
+    def test_parameter_is_a_plain_tensor(self) -> None:
+        twin = self.twin(lambda *, x: x * 2)
+        with torch.no_grad():
+            twin(x=nn.Parameter(self.x()))
+            twin(x=self.x(seed=1))
+            assert type(twin(x=nn.Parameter(self.x(seed=2)))) is Tensor
+        assert twin.counts() == (1, 2, 0)
+
+    @pytest.mark.parametrize("kind", UNSUPPORTED)
+    def test_unsupported_leaf_runs_eagerly(self, kind: str) -> None:
+        make, path = UNSUPPORTED[kind]
+        graphed = self.wrap(_total)
+        with torch.no_grad():
+            for seed in range(3):
+                extra = make(self.x())
+                expected = _total(x=self.x(seed=seed), extra=extra)
+                assert_same(graphed(x=self.x(seed=seed), extra=extra), expected)
+                graphed(x=self.x(seed=seed), extra=None)
+        stats = graphed.stats()
+        assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (1, 2, 3)
+        (reason,) = stats["eager_reasons"]
+        assert path in reason
+        assert graphed.enabled
+
+    @pytest.mark.parametrize("kind", set(UNSUPPORTED) - {"cycle"})
+    def test_clone_static_refuses_by_path(self, kind: str) -> None:
+        make, path = UNSUPPORTED[kind]
+        with pytest.raises(graphreplay.UnsupportedLeafError) as caught:
+            graphreplay.clone_static({"x": self.x(), "extra": make(self.x())})
+        assert caught.value.path.startswith(path or 'kwargs["extra"]')
+
+    @pytest.mark.parametrize("forward", [_pops, _appends, _replaces, _transposes])
+    @pytest.mark.parametrize("rows", [3, zoo.WIDTH])
+    def test_forward_that_edits_its_kwargs(self, forward: Callable[..., Any], rows: int) -> None:
+        twin = self.twin(forward)
+        with torch.no_grad():
+            for seed in range(4):
+                twin(d={"a": self.x(rows, seed), "b": self.x(rows, seed + 10)})
+
+    def test_changing_host_scalar_runs_eagerly_after_16_captures(self, caplog: pytest.LogCaptureFixture) -> None:
+        twin = self.twin(lambda *, x, when: x * when["t"])
+        with torch.no_grad():
+            for step in range(24):
+                twin(x=self.x(seed=step), when={"t": step * 0.5})
+            assert twin.counts() == (16, 0, 8)
+            twin(x=self.x(5), when={"t": 0.25})
+            twin(x=self.x(5, 1), when={"t": 0.25})
+        assert 'kwargs["when"]["t"]' in twin.eager_reason()
+        assert any('kwargs["when"]["t"]' in record.getMessage() for record in caplog.records)
+        assert twin.graphed.enabled
+
+    def test_changing_host_scalar_that_comes_back_is_no_churn(self) -> None:
+        twin = self.twin(lambda *, x, t: x * t, max_entries=32)
+        with torch.no_grad():
+            for step in range(20):
+                twin(x=self.x(seed=step), t=step)
+                twin(x=self.x(seed=step + 1), t=step)
+        assert twin.counts() == (20, 20, 0)
+
+    def test_variant_is_keyed(self) -> None:
+        module = zoo.MLP().to(self.device)
+        factor = [1.0]
+        graphed = self.wrap(lambda *, x: module(x) * factor[0])
+        with torch.no_grad():
+            for seed in range(3):
+                for factor[0] in (1.0, 2.0):
+                    x = self.x(seed=seed)
+                    assert_same(graphed(x=x, variant=("lora", factor[0], None)), module(x) * factor[0])
+        assert (graphed.captures, graphed.stats()["replays"]) == (2, 4)
+
+    def test_variant_without_a_value_is_an_error(self) -> None:
+        graphed = self.wrap(zoo.MLP())
+        with torch.no_grad(), pytest.raises(graphreplay.UnsupportedLeafError, match="variant"):
+            graphed(x=self.x(), variant=object())
+
+    def test_keep_alive_lives_as_long_as_the_graph(self) -> None:
+        class Plan:
+            pass
+
+        plan = Plan()
+        alive = weakref.ref(plan)
+        graphed = self.wrap(lambda *, x: x + 1)
+        with torch.no_grad():
+            graphed(x=self.x(), keep_alive=(plan,))
+            del plan
+            assert alive() is not None
+            graphed(x=self.x())
+        assert graphed.evict(x=self.x()) is False, "grad mode is another key"
+        with torch.no_grad():
+            assert graphed.evict(x=self.x()) is True
+        assert alive() is None
