@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -29,13 +30,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # prompts may hold what the terminal cannot show
     try:
-        failures = run(read_options(argv, __doc__ or ""))
+        options = read_options(argv, __doc__ or "")
+        with _one_thread():
+            failures = run(options)
     except BadInput as error:
         print(f"graphreplay demo: {error}", file=sys.stderr)
         return 2
     for failure in failures:
         print(f"FAILED: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps PyTorch to one thread on the CPU: the small model gains little from more, and on a busy machine threads
+    that wait for each other make it many times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run(options: Options) -> list[str]:

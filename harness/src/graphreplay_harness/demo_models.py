@@ -38,7 +38,7 @@ _MINILM = {
 _START, _END, _FIRST_WORD = 101, 102, 1000
 """Ids of the vocabulary: [CLS], [SEP], and where whole words begin."""
 
-# On a CPU: the default configuration's proportions at a hundredth of its size. On a GPU: the default, 24 layers.
+# The DiT on a CPU, small enough for one. On a GPU it has its default configuration: 24 layers, a billion parameters.
 _SMALL = {
     "num_layers": 4,
     "attention_head_dim": 32,
@@ -158,13 +158,19 @@ def load_models(device: torch.device, dtype: torch.dtype, seed: int) -> Models:
     return Models(encoder, tokenizer, weights, DiT(model), shape.num_layers, shape.attention_head_dim // 2)
 
 
-def _heed_conditions(model: nn.Module, encoder: PromptEncoder) -> None:
+def _heed_conditions(model: Any, encoder: PromptEncoder) -> None:
     """Makes random weights heed their conditions, so that a graph with a wrong or stale one shows in the result.
 
     At PyTorch's initial scale each layer shrinks what it is given, and another prompt changes the latents no more than
     rounding in bfloat16 does.
     """
-    conditions = (model.cross_attention_proj, model.global_proj, model.timestep_proj, encoder.to_text, encoder.to_summary)
+    conditions = (
+        model.cross_attention_proj,
+        model.global_proj,
+        model.timestep_proj,
+        encoder.to_text,
+        encoder.to_summary,
+    )
     with torch.no_grad():
         for modules, gain in (((model.transformer_blocks,), 1.3), (conditions, 3.0)):
             for part in modules:

@@ -15,6 +15,9 @@ from graphreplay_harness.demo_requests import Outcome, Request
 _SHOWN = 40
 """Characters of a prompt in its row."""
 
+_REASONS = 5
+"""Of a wrapper's misses and eager calls."""
+
 _HEADINGS = """
                                             eager       graphed ms          largest
 request tokens latents captures replays        ms capturing replaying    difference  prompt"""
@@ -36,8 +39,8 @@ class Report:
 
     def introduction(self, options: Options, off: bool) -> None:
         self._line(
-            f"graphreplay demo: {len(options.prompts)} prompts, {options.steps} Euler steps each, on {options.device} "
-            f"in {_name(options)}, seed {options.seed}"
+            f"graphreplay demo on {options.device} in {str(options.dtype).removeprefix('torch.')}: "
+            f"prompts {len(options.prompts)}, Euler steps {options.steps}, seed {options.seed}"
         )
         if options.empty_lines:
             self._line(f"Empty lines skipped: {options.empty_lines}")
@@ -73,9 +76,15 @@ class Report:
                 f"{stats['captures']} captures, {stats['replays']} replays, {stats['evictions']} evictions, "
                 f"{stats['eager_calls']} eager calls"
             )
-            for what in ("miss", "eager"):
-                for reason, count in stats[f"{what}_reasons"].items():
-                    self._line(f"    {what} {count} ×: {reason}")
+            reasons = [
+                f"    {what} {count} ×: {reason}"
+                for what in ("miss", "eager")
+                for reason, count in stats[f"{what}_reasons"].items()
+            ]
+            for text in reasons[:_REASONS]:
+                self._line(text)
+            if len(reasons) > _REASONS:
+                self._line(f"    and {len(reasons) - _REASONS} reasons more")
 
     def forward(self, request: Request, repeats: int, eager_ms: float, graphed_ms: float) -> None:
         self._line(
@@ -98,10 +107,6 @@ class Report:
 
     def _clock(self) -> str:
         return f"[{time.perf_counter() - self._start:5.1f} s]"
-
-
-def _name(options: Options) -> str:
-    return str(options.dtype).removeprefix("torch.")
 
 
 def _shown(prompt: str) -> str:

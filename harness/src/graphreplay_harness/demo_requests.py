@@ -152,13 +152,15 @@ def forward_medians(
         "summary": summary,
         "rope": request.rope,
     }
-    times: tuple[list[float], list[float]] = ([], [])
+    eager: list[float] = []
+    graphed: list[float] = []
     for repeat in range(3 + repeats):
-        for forward, into in zip((dit.module, dit), times, strict=True):  # in turn, so that both meet the same clocks
-            _, ms = timed(device, partial(forward, **kwargs))
-            if repeat >= 3:  # warm by then
-                into.append(ms)
-    return statistics.median(times[0]), statistics.median(times[1])
+        # In turn, so that both meet the same clocks; the first three warm up.
+        for forward, times in ((partial(dit.module, **kwargs), eager), (partial(dit, **kwargs), graphed)):
+            _, ms = timed(device, forward)
+            if repeat >= 3:
+                times.append(ms)
+    return statistics.median(eager), statistics.median(graphed)
 
 
 def timed(device: torch.device, work: Callable[[], _Result]) -> tuple[_Result, float]:

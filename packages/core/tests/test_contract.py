@@ -1,11 +1,9 @@
 """The contract, kept by the reference backend on the CPU."""
 
 from graphreplay import ReferenceGraphedForward
-from graphreplay.testing.contract_capture import CaptureContract
-from graphreplay.testing.contract_keys import KeyContract
-from graphreplay.testing.contract_state import StateContract
+from graphreplay.testing.contract import BackendContract
 
 
-class TestReference(CaptureContract, KeyContract, StateContract):
+class TestReference(BackendContract):
     cls = ReferenceGraphedForward
     device = "cpu"

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+
 from graphreplay import UnsupportedLeafError, explain, kwargs_signature
 from graphreplay.signature import describe_difference, differences, flatten
 from graphreplay.testing.compare import same_structure
 from graphreplay.testing.samples import NAMESPACE, Color, Level, Output, Pair, Part, Point
 from graphreplay.testing.strategies import equal_pairs, kwargs_trees, near_miss_pairs
-from hypothesis import given
 
 x = torch.ones(2, 3)
 

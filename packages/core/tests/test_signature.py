@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from torch import nn
+
 from graphreplay import Signature, explain, kwargs_signature
 from graphreplay.signature import flatten
 from graphreplay.testing.compare import same_structure
 from graphreplay.testing.samples import NEAR, VALUES
 from graphreplay.testing.strategies import equal_pairs, kwargs_trees, near_miss_pairs
 from graphreplay.tree import tensors
-from hypothesis import given
-from torch import nn
 
 
 @given(equal_pairs())

@@ -6,24 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from torch import Tensor
+
 from graphreplay import UnsupportedLeafError, clone_static, kwargs_signature
-from graphreplay.testing.compare import same_structure, same_value, tensor_leaves
+from graphreplay.testing.compare import NoOperators, same_structure, same_value, tensor_leaves
 from graphreplay.testing.samples import NAMESPACE, OPAQUE, VALUES, Color, Output, PackedLayout, Pair, Part, Point
 from graphreplay.testing.strategies import kwargs_trees, opaque_trees
 from graphreplay.tree import replace_tensors, tensors, walk
-from hypothesis import given
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 READERS = {"kwargs_signature": kwargs_signature, "clone_static": clone_static, "walk": lambda tree: list(walk(tree))}
 each_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
-
-
-class NoOperators(TorchDispatchMode):
-    """Fails on every operator, so that nothing is allocated, copied or read."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} ran")
 
 
 def at(path, tree):
@@ -216,7 +209,7 @@ def test_attributes_and_items_are_printed_as_such():
 
 def test_the_root_can_be_named():
     assert [path for path, _ in walk([1], "variant")] == ["variant[0]"]
-    with pytest.raises(UnsupportedLeafError, match="^variant: "):
+    with pytest.raises(UnsupportedLeafError, match=r"^variant: "):
         tensors(SimpleNamespace(), "variant")
 
 

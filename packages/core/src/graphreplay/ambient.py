@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -52,6 +53,8 @@ def eager_only() -> str | None:
         isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
     ):
         return "a torch function mode is active, and a replay would hide every call from it"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active, and a replay would drop the tangents"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a functorch transform (vmap, grad) is active"
     return None

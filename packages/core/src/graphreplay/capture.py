@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphreplay.attributes import attributes_kept
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
 from graphreplay.hooks import BackendHooks
+from graphreplay.hostrandom import HostRandom
 from graphreplay.observe import Observer, Snapshot
 from graphreplay.opmode import where_raised
 from graphreplay.request import Request
@@ -31,6 +33,31 @@ class _Here(threading.local):
 _here = _Here()
 
 
+class _CollectorHold:
+    """Holds off garbage collection while any thread captures; the last one to end puts it back as it was."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._holders += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._was_enabled:
+                gc.enable()
+
+
+_collector_hold = _CollectorHold()
+
+
 def capturing_here() -> bool:
     """Whether this thread is inside the warm-up or capture of some graphed forward."""
     return _here.capturing
@@ -44,19 +71,16 @@ def quiet_capture(device: torch.device) -> Iterator[None]:
     so that warm-up draws nothing that an eager call would not; the autocast weight cache is off, since it would hand
     memory of one graph to others. All of it is as before afterwards.
     """
-    collecting = gc.isenabled()
     caching = torch.is_autocast_cache_enabled()
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+    kind = "cuda" if device.type == "cpu" else device.type  # without devices it saves the CPU's generator alone
+    with torch.random.fork_rng(devices, device_type=kind), _collector_hold:
         _here.capturing = True
-        gc.disable()
         torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:
             torch.set_autocast_cache_enabled(caching)
-            if collecting:
-                gc.enable()
             _here.capturing = False
 
 
@@ -123,6 +147,7 @@ def build_entry(
     inputs = [leaf for leaf in given if leaf.device == hooks.device]
     before = Snapshot(watch.buffers)
     observer = Observer(storage_ids(given), before)
+    host_random = HostRandom()
 
     def check_containers(kwargs: Any) -> None:
         key, _ = flatten(kwargs, for_call=True, on_device=hooks.device.type != "cpu")
@@ -132,13 +157,14 @@ def build_entry(
     def forward() -> Any:
         # Containers of its own for each run, so that one that changes them changes them once.
         kwargs = replace_tensors(static, iter(given))
-        outputs = module(**kwargs)
+        with host_random.watched():
+            outputs = module(**kwargs)
         check_containers(kwargs)
         return outputs
 
     check_containers(static)  # the caller's own, as the eager forward left them
     try:
-        with body_error_wins(capture_context), watch.attributes_kept():
+        with body_error_wins(capture_context), attributes_kept(watch.modules):
             with hooks._warmup_stream():
                 for iteration in range(warmup_iters):
                     probed = iteration == warmup_iters - 1
@@ -153,6 +179,7 @@ def build_entry(
     finally:
         before.restore()
     try:
+        host_random.check()
         output_leaves = tensors(outputs, "output")
         touched = (*observer.outside.values(), *observer.written_static(given), *output_leaves)
         _check_devices(touched, hooks.device)

@@ -19,7 +19,17 @@ class PositionalArgumentError(GraphReplayError, TypeError):
     """A graphed forward was called with positional arguments; it takes keywords only."""
 
 
-class UnsupportedLeafError(GraphReplayError, TypeError):
+class _LeafError(GraphReplayError):
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(path, problem)  # both, so that the error can be pickled
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+class UnsupportedLeafError(_LeafError, TypeError):
     """A leaf that has no stable key, or that may hide a tensor.
 
     Attributes:
@@ -27,24 +37,14 @@ class UnsupportedLeafError(GraphReplayError, TypeError):
         problem: what is wrong with it, without the path.
     """
 
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path = path
-        self.problem = problem
 
-
-class TreeMismatchError(GraphReplayError, ValueError):
+class TreeMismatchError(_LeafError, ValueError):
     """Two trees that should have the same structure differ.
 
     Attributes:
         path: the first place that differs, as a Python accessor.
         problem: how it differs, without the path.
     """
-
-    def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path = path
-        self.problem = problem
 
 
 class UnknownDeviceError(GraphReplayError, ValueError):

@@ -31,7 +31,6 @@ from graphreplay.static import clone_static
 from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.tree import path_of, tensors
-from graphreplay.weights import module_behind
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
@@ -103,7 +102,7 @@ class GraphedForward(GraphStore):
         self.pool.bind(self.device)
         self._capture_context = capture_context or nullcontext
         self._nvtx = nvtx
-        self._open_store(module_behind(module), max_entries, max_bytes)
+        self._open_store(max_entries, max_bytes)
 
     def _why_off(self, enabled: bool) -> str | None:
         if not enabled:
@@ -198,21 +197,21 @@ class GraphedForward(GraphStore):
         if reason is not None:
             return reason
         variant = None if options.variant is None else flatten(options.variant, "variant")[0]
-        try:
-            signature, leaves = flatten(kwargs, for_call=True, on_device=on_device)
-            ids = storage_ids(leaves)
-        except UnsupportedLeafError as error:
-            return str(error)
-        device = self.device
-        for leaf in leaves:
-            if leaf.device != device:
-                return f"{path_of(leaf, kwargs)} is on {leaf.device}, and the graphs are on {device}; move it there"
         watch = self._watched()
         if watch.refusal is not None:
             return watch.refusal
-        if not watch.storage_ids.isdisjoint(ids):
-            leaf = next(leaf for leaf, storage in zip(leaves, ids, strict=True) if storage in watch.storage_ids)
-            return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
+        try:
+            signature, leaves = flatten(kwargs, for_call=True, on_device=on_device)
+            ids = storage_ids(leaves)
+            for leaf in leaves:
+                if leaf.device != self.device:
+                    where = path_of(leaf, kwargs)
+                    return f"{where} is on {leaf.device}, and the graphs are on {self.device}; move it there"
+            if not watch.storage_ids.isdisjoint(ids):
+                leaf = next(leaf for leaf, storage in zip(leaves, ids, strict=True) if storage in watch.storage_ids)
+                return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
+        except UnsupportedLeafError as error:
+            return str(error)
         if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
             return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
@@ -230,7 +229,7 @@ class GraphedForward(GraphStore):
         entry = self._cache.get(request.key)
         if entry is not None:
             if not entry.accepts(request.leaves):
-                return "a lazily conjugated or negated view shares storage with another kwarg"
+                return "a kwarg that shares storage is lazily conjugated or negated, and was not at capture"
             return entry
         reason = self._refused.get(request.key) or self._churn.refusal(request.signature)
         if reason is not None:
@@ -264,6 +263,7 @@ class GraphedForward(GraphStore):
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1
+        what_is_new = self._what_is_new(request.signature)
         self._last = request.signature
         bound = self._cache.max_bytes
         if bound is not None and entry.nbytes > bound and not request.options.pin:
@@ -275,6 +275,12 @@ class GraphedForward(GraphStore):
             if varying is not None:
                 logger.warning("%s: %s is new on every call; further values of it run eagerly", self.name, varying)
         self._cache.put(request.key, entry, entry.nbytes, pin=request.options.pin)
+        evictions, replays = self._cache.evictions, self._stats.replays
+        if evictions >= 2 * self._cache.max_entries and replays < self._stats.captures:
+            self._stats.thrash(
+                f"{evictions} graphs were evicted and only {replays} calls replayed one; lately {what_is_new}. "
+                "Raise max_entries or max_bytes, or pad what varies to a few sizes"
+            )
 
     def _eager(self, kwargs: dict[str, Any], reason: str) -> Any:
         self._stats.eager(reason)

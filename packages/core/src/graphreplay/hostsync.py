@@ -25,7 +25,7 @@ _UNTAGGED = frozenset(
         "aten::allclose",
         "aten::argwhere",
         "aten::nonzero_numpy",
-        "aten::linalg_inv_ex",
+        "aten::_linalg_check_errors",
         "aten::bincount",
         "aten::one_hot",
         "aten::histc",
@@ -40,6 +40,8 @@ _METHODS = {
     Tensor.__repr__: "printing a tensor",
     Tensor.__format__: "formatting a tensor",
 }
+# They read tensors inside lists one by one, below the dispatcher.
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
@@ -54,7 +56,13 @@ def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return bool(masks) and not is_fill
     if name == "aten::repeat_interleave":
         return op._overloadname in ("Tensor", "self_Tensor") and kwargs.get("output_size") is None
+    if kwargs.get("check_errors") or _positional(op, args, "check_errors"):
+        return True
     return name in _UNTAGGED or any(tag in op.tags for tag in _TAGS)
+
+
+def _positional(op: OpOverload, args: tuple[Any, ...], name: str) -> Any:
+    return next((arg for arg, spec in zip(args, op._schema.arguments, strict=False) if spec.name == name), None)
 
 
 class SyncRefusal(OpMode):
@@ -73,6 +81,8 @@ class _MethodRefusal(TorchFunctionMode):
         method = _METHODS.get(func)
         if method is not None:
             raise host_sync(method)
+        if func in _FROM_DATA and any(map(_holds_tensor, args[:2])):
+            raise host_sync(f"{func.__name__}() of a list of tensors")
         return func(*args, **(kwargs or {}))
 
 
@@ -82,6 +92,10 @@ def host_sync(what: str) -> HostSyncError:
         f"{what} at {where_now()} makes the host wait for the device, which a replay cannot do; compute it on the "
         "device, or pass it in as a kwarg"
     )
+
+
+def _holds_tensor(data: Any) -> bool:
+    return isinstance(data, list | tuple) and any(isinstance(d, Tensor) or _holds_tensor(d) for d in data)
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from graphreplay.storage import byte_view
 
 
 class Snapshot:
-    """The bytes of storages at one moment, to be written back later."""
+    """The bytes of storages, and the states of generators, at one moment, to be put back later."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         for tensor in tensors:
             self.add(tensor)
 
@@ -29,7 +30,14 @@ class Snapshot:
                 live = byte_view(tensor)
                 self._saved[storage] = (live, live.clone())
 
+    def add_generator(self, generator: torch.Generator) -> None:
+        """Saves the state of a generator, unless it is saved already."""
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.get_state())
+
     def restore(self) -> None:
+        for generator, state in self._generators.values():
+            generator.set_state(state)
         with torch.inference_mode(False), torch.no_grad():
             for live, saved in self._saved.values():
                 live.copy_(saved)
@@ -70,6 +78,9 @@ class Observer(OpMode):
                 self.written.add(storage)
                 if storage not in self._static:
                     self._snapshot.add(tensor)
+        for generator in kwargs.values():
+            if isinstance(generator, torch.Generator):
+                self._snapshot.add_generator(generator)
         result = op(*args, **kwargs)
         for tensor in tensor_args((result,), {}):
             storage = tensor.untyped_storage()._cdata

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal, refuse_host_sync
 from graphreplay.opmode import tensor_args
@@ -59,11 +60,12 @@ class _Recorder(SyncRefusal):
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
         self._graph = graph
+        self._made: set[int] = set()  # storages that recorded operators made; the graph keeps them alive
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases.
         recorded_args, recorded_kwargs = tree_map(_alias, (args, kwargs))
-        if op is torch.ops.aten.lift_fresh.default:
+        if op is torch.ops.aten.lift_fresh.default and args[0].untyped_storage()._cdata not in self._made:
             # torch.tensor(...) in the forward: eager makes the constant anew each time, so must a replay.
             op, recorded_args = torch.ops.aten.clone.default, (args[0].clone(),)
         result = super().on_op(op, args, kwargs)
@@ -75,6 +77,7 @@ class _Recorder(SyncRefusal):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
+                self._made.add(storage._cdata)
                 fresh.append((position, storage))
                 self._graph.nbytes += storage.nbytes()
         self._graph.calls.append(_Call(op, recorded_args, recorded_kwargs, fresh))
@@ -92,6 +95,12 @@ class ReferenceGraphedForward(GraphedForward):
     silently. Arguments, calls and errors are those of GraphedForward.
     """
 
+    @classmethod
+    def resolve_device(cls, device: torch.device) -> torch.device:
+        if device.type == "cpu" and (device.index or 0) > 0:
+            raise BackendUnavailableError(f"{device} is not here: the CPU counts as one device")
+        return torch.device("cpu") if device.type == "cpu" else device  # tensors say "cpu", never "cpu:0"
+
     def _graphs_supported(self) -> str | None:
         if self.device.type != "cpu":
             return f"the reference backend runs on the CPU, not on {self.device}"
@@ -105,5 +114,6 @@ class ReferenceGraphedForward(GraphedForward):
 
     def _capture_graph(self, forward: Callable[[], Any]) -> tuple[RecordedGraph, Any]:
         graph = RecordedGraph()
-        with refuse_host_sync(_Recorder(graph)):
+        # Without the probe's function mode, which would send torch's fused attention layers down their slow path.
+        with _Recorder(graph):
             return graph, forward()

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, NoReturn, Self
 
-from torch import nn
-
 from graphreplay.cache import LRUCache
 from graphreplay.churn import ChurnGuard
 from graphreplay.entry import Entry
@@ -38,8 +36,10 @@ class GraphStore(BackendHooks):
     disabled_reason: str | None
     """Why calls run eagerly from now on, or None."""
 
-    def _open_store(self, module: nn.Module | None, max_entries: int, max_bytes: int | None) -> None:
-        self._module = module
+    module: Any
+    """The forward that is wrapped."""
+
+    def _open_store(self, max_entries: int, max_bytes: int | None) -> None:
         self._watch: ModuleWatch | None = None
         self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, Entry.free)
         self._refused: OrderedDict[Hashable, str] = OrderedDict()
@@ -137,7 +137,7 @@ class GraphStore(BackendHooks):
             with self.pool.lock:
                 if self._watch is None or (fresh and self._watch.changed()):
                     self._cache.clear()
-                    self._watch = ModuleWatch(self._module)
+                    self._watch = ModuleWatch(self.module)
                 watch = self._watch
         return watch
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from graphreplay.errors import TreeMismatchError, UnsupportedLeafError
+from graphreplay.errors import TreeMismatchError
 from graphreplay.signature import describe_difference, differences, flatten, is_tensor_node
 from graphreplay.storage import CopyPlan, sharing_pattern, storage_ids
-from graphreplay.tree import TENSOR_TYPES, replace_tensors, walk
+from graphreplay.tree import path_of, replace_tensors, tensors
 
 
 def clone_static(tree: Any, root: str = "kwargs") -> Any:
@@ -25,16 +24,9 @@ def clone_static(tree: Any, root: str = "kwargs") -> Any:
         UnsupportedLeafError: a leaf may hide a tensor or cannot be copied. The error names its path, and nothing was
             copied.
     """
-    paths: list[str] = []
-    leaves: list[Tensor] = []
-    for path, leaf in walk(tree, root):
-        if type(leaf) in TENSOR_TYPES:
-            paths.append(path)
-            leaves.append(leaf)
-    plan = CopyPlan(leaves)
-    _check_copyable(plan, leaves, paths)
+    leaves = tensors(tree, root)
     with torch.inference_mode(False), torch.no_grad():
-        return replace_tensors(tree, iter(plan.clone(leaves)))
+        return replace_tensors(tree, iter(CopyPlan(leaves).clone(leaves)))
 
 
 def copy_into(static: Any, current: Any, root: str = "kwargs") -> int:
@@ -49,7 +41,7 @@ def copy_into(static: Any, current: Any, root: str = "kwargs") -> int:
 
     Raises:
         TreeMismatchError: the trees differ in a container, a name, a value, a shape or a dtype, or in which tensors
-            share storage. The error names the first such place, and nothing was copied.
+            share storage and how. The error names the first such place, and nothing was copied.
         UnsupportedLeafError: a leaf of ``current`` may hide a tensor.
     """
     static_key, into = flatten(static, root)
@@ -64,17 +56,13 @@ def copy_into(static: Any, current: Any, root: str = "kwargs") -> int:
     plan = CopyPlan(into)
     if plan.has_regions and static_key != current_key:
         raise TreeMismatchError(root, "tensors that share or overlap must keep their strides")
-    _check_copyable(plan, source, [path for path, leaf in walk(current, root) if type(leaf) in TENSOR_TYPES])
+    position = plan.uncopyable(source)
+    if position is not None:
+        raise TreeMismatchError(
+            path_of(source[position], current, root),
+            "lazily conjugated or negated while sharing or overlapping storage, unlike in the static tree; "
+            "call .resolve_conj().resolve_neg() on it first",
+        )
     with torch.no_grad():
         plan.copy(into, source)
     return len(into)
-
-
-def _check_copyable(plan: CopyPlan, source: list[Tensor], paths: list[str]) -> None:
-    position = plan.uncopyable(source)
-    if position is not None:
-        raise UnsupportedLeafError(
-            paths[position],
-            "a lazily conjugated or negated view that shares or overlaps storage; "
-            "call .resolve_conj().resolve_neg() on it first",
-        )

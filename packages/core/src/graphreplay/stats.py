@@ -18,6 +18,7 @@ class Stats:
         self._name = name
         self.captures = 0
         self.replays = 0
+        self._thrashed = False
         self.eager_reasons: Counter[str] = Counter()
         self.miss_reasons: Counter[str] = Counter()
 
@@ -28,6 +29,12 @@ class Stats:
     def miss(self, reason: str) -> None:
         if self._count(self.miss_reasons, reason):
             logger.debug("%s misses: %s", self._name, reason)
+
+    def thrash(self, what: str) -> None:
+        """Warns, once, that graphs are evicted faster than they pay."""
+        if not self._thrashed:
+            self._thrashed = True
+            logger.warning("%s thrashes: %s", self._name, what)
 
     @staticmethod
     def _count(reasons: Counter[str], reason: str) -> bool:

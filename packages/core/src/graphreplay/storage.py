@@ -22,20 +22,22 @@ def storage_ids(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
-def sharing_pattern(tensors: Sequence[Tensor], ids: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def sharing_pattern(tensors: Sequence[Tensor], ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Who shares storage with whom, as part of a key; empty if no two tensors do.
 
     Returns:
-        For each tensor that shares: its position, the position of the first one in that storage, and its distance from
-        that one in bytes.
+        For each tensor that shares: its position, the position of the first one in that storage, its distance from
+        that one in bytes, and the position where the very same tensor object came first.
     """
     first: dict[int, int] = {}
+    first_object: dict[int, int] = {}
     pattern = []
     for position, storage in enumerate(ids):
         start = first.setdefault(storage, position)
+        same = first_object.setdefault(id(tensors[position]), position)
         if start != position:
             distance = _byte_offset(tensors[position]) - _byte_offset(tensors[start])
-            pattern.append((position, start, distance))
+            pattern.append((position, start, distance, same))
     return tuple(pattern)
 
 
@@ -48,6 +50,7 @@ class _Region:
         start = min(offsets)
         self.offsets = [offset - start for offset in offsets]
         self.nbytes = max(offset + _extent(tensors[p]) for p, offset in zip(positions, self.offsets, strict=True))
+        self.lazy = [_lazy_bits(tensors[p]) for p in positions]
         self.padding = start % _ALIGNMENT
 
     def allocate(self, like: Sequence[Tensor], into: list[Tensor]) -> None:
@@ -57,7 +60,9 @@ class _Region:
             model = like[position]
             start = (self.padding + offset) // model.element_size()
             view = torch.empty(0, dtype=model.dtype, device=model.device)
-            into[position] = view.set_(storage, start, model.shape, model.stride())
+            view.set_(storage, start, model.shape, model.stride())
+            view = torch._conj(view) if model.is_conj() else view
+            into[position] = torch._neg_view(view) if model.is_neg() else view
 
     def bytes_of(self, tensors: Sequence[Tensor]) -> Tensor:
         tensor = tensors[self.positions[0]]
@@ -73,8 +78,14 @@ class CopyPlan:
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         by_storage: dict[int, list[int]] = {}
-        for position, storage in enumerate(storage_ids(like)):
-            by_storage.setdefault(storage, []).append(position)
+        first: dict[int, int] = {}
+        self._again: list[tuple[int, int]] = []
+        """Positions of tensor objects that came before, and where: a forward can tell one object from two."""
+        for position, (tensor, storage) in enumerate(zip(like, storage_ids(like), strict=True)):
+            if first.setdefault(id(tensor), position) == position:
+                by_storage.setdefault(storage, []).append(position)
+            else:
+                self._again.append((position, first[id(tensor)]))
         self._regions: list[_Region] = []
         self._dense: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         self._sparse: list[int] = []
@@ -96,10 +107,11 @@ class CopyPlan:
         return bool(self._regions)
 
     def uncopyable(self, source: Sequence[Tensor]) -> int | None:
-        """The position of a tensor whose values are not its bytes, though it must be copied by its bytes, or None."""
+        """The position of a tensor that must be copied by its bytes, though it is lazily conjugated or negated where
+        the plan's is not (or the other way round), so that its bytes mean other values; or None."""
         for region in self._regions:
-            for position in region.positions:
-                if source[position].is_conj() or source[position].is_neg():
+            for position, lazy in zip(region.positions, region.lazy, strict=True):
+                if _lazy_bits(source[position]) != lazy:
                     return position
         return None
 
@@ -111,6 +123,8 @@ class CopyPlan:
         for position in (*self._sparse, *(p for group in self._dense.values() for p in group)):
             model = like[position]
             into[position] = torch.empty_strided(model.shape, model.stride(), dtype=model.dtype, device=model.device)
+        for position, first in self._again:
+            into[position] = into[first]
         return into
 
     def copy(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
@@ -139,6 +153,10 @@ def byte_view(tensor: Tensor, start: int = 0, nbytes: int | None = None) -> Tens
     size = storage.nbytes() - start if nbytes is None else nbytes
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return view.set_(storage, start, (size,), (1,))
+
+
+def _lazy_bits(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _byte_offset(tensor: Tensor) -> int:

@@ -95,7 +95,7 @@ def value_token(obj: Any) -> Token | None:
     if cls is range:
         return (cls, obj.start, obj.stop, obj.step)
     if isinstance(obj, Enum):
-        return (cls, obj.name, repr(obj.value)) if obj.name is None else (cls, obj.name)
+        return (cls, obj.name) if obj.name in cls.__members__ else (cls, obj.name, repr(obj.value))
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(obj, numpy.generic) and not obj.dtype.hasobject:
         is_nan = obj.dtype.kind in "fcmM" and obj != obj

@@ -6,17 +6,17 @@ capture. In-place updates of weights show in replays by themselves; everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain
-from operator import is_
-from typing import Any
+from operator import is_, methodcaller
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
-from graphreplay.errors import CaptureError
 from graphreplay.tree import TENSOR_TYPES
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -29,23 +29,24 @@ _STRUCTURE = ("weights or submodules", "training modes", "hooks", "forward metho
 
 
 class ModuleWatch:
-    """Remembers one module tree as it is now (or nothing, for a plain callable).
+    """Remembers the modules behind a forward as they are now.
 
     Tensors from elsewhere that a graph reads are added by ``add``. All storages are kept alive, so that a stale graph
     never reads freed memory.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self._modules: list[tuple[str, nn.Module]] = [] if module is None else list(module.named_modules())
-        self._states = [m.__dict__ for _, m in self._modules]
-        self._members = [state[kind] for state in self._states for kind in ("_parameters", "_buffers", "_modules")]
-        self._hooks = [*_GLOBAL_HOOKS, *(state[kind] for state in self._states for kind in _HOOKS)]
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+        self._roots = modules_behind(forward)
+        self.modules: list[tuple[str, nn.Module]] = [pair for root in self._roots for pair in root.named_modules()]
+        self._members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
+        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
         self._structure = self._structure_now()
-        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._tensors: list[tuple[str, Tensor, _Place]] = []
         self._storages: list[torch.UntypedStorage] = []
         self.storage_ids: set[int] = set()
         self._odd: list[tuple[str, Tensor]] = []
-        for prefix, m in self._modules:
+        for prefix, m in self.modules:
             for name, tensor in _own_tensors(m):
                 path = f"{prefix}.{name}" if prefix else name
                 if _is_odd(tensor):
@@ -68,20 +69,20 @@ class ModuleWatch:
         if storage._cdata not in self.storage_ids:
             self.storage_ids.add(storage._cdata)
             self._storages.append(storage)
-        self._tensors.append((name, tensor, tensor.data_ptr()))
+        self._tensors.append((name, tensor, _place(tensor)))
 
     @property
     def buffers(self) -> list[Tensor]:
-        return [t for _, m in self._modules for t in m._buffers.values() if type(t) in TENSOR_TYPES]  # type: ignore[misc]
+        return [t for _, m in self.modules for t in m._buffers.values() if type(t) in TENSOR_TYPES]  # type: ignore[misc]
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for _, tensor, _ in self._tensors)
 
     def changed(self) -> str | None:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
-        for name, tensor, address in self._tensors:
-            if tensor.data_ptr() != address:
-                return f"weight {name} moved to other memory"
+        for name, tensor, place in self._tensors:
+            if (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != place:
+                return f"weight {name} moved to other memory, or is seen with another shape, strides or dtype"
         if self._odd:
             return f"weight {self._odd[0][0]} was initialized"
         now = self._structure_now()
@@ -94,65 +95,19 @@ class ModuleWatch:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
         to them, so that no address is reused."""
         return (
-            list(chain.from_iterable(map(dict.values, self._members))),
-            [state["training"] for state in self._states],
-            list(chain.from_iterable(map(dict.values, filter(None, self._hooks)))),
-            [state.get("forward") for state in self._states],
+            [*modules_behind(self._forward), *chain.from_iterable(map(_values, self._members))],
+            [m.training for _, m in self.modules],
+            list(chain.from_iterable(map(_values, filter(None, self._hooks)))),
+            [m.__dict__.get("forward") for _, m in self.modules],
         )
 
-    @contextmanager
-    def attributes_kept(self) -> Iterator[None]:
-        """Puts plain attributes of the modules back as they were, and refuses a body that changed one.
 
-        A forward that counts its calls, or keeps its last activation, does so in Python: a replay would skip that, and
-        what it stored would be memory of the graph.
-
-        Raises:
-            StatefulForwardError: the body ran and changed an attribute.
-        """
-        before = [(name, m.__dict__, dict(m.__dict__)) for name, m in self._modules]
-        contents = {id(v): (v, _contents(v)) for _, _, old in before for v in old.values() if _contents(v)}
-        changed = None
-        try:
-            yield
-        finally:
-            for name, state, old in before:
-                for key in old.keys() | state.keys():
-                    value = state.get(key, _MISSING)
-                    if value is not old.get(key, _MISSING) or _differs(contents.get(id(value))):
-                        changed = changed or f"{name}.{key}".lstrip(".")
-                        state.pop(key, None)
-                if changed:
-                    state.update(old)
-            for container, was in contents.values():
-                if _differs((container, was)):
-                    container.clear()
-                    container.update(was) if isinstance(container, dict) else container.extend(was)
-        if changed:
-            raise StatefulForwardError(
-                f"the forward changes attribute {changed} of its module, which a replay would not do; "
-                "make it a registered buffer and update it in place"
-            )
+_values = methodcaller("values")
+_Place: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
-class StatefulForwardError(CaptureError):
-    """The forward keeps Python state between calls."""
-
-
-_MISSING = object()
-
-
-def _contents(value: Any) -> Any:
-    """A shallow copy of a dict or list (weights and submodules are held in such), or None."""
-    return value.copy() if isinstance(value, dict | list) else None
-
-
-def _differs(kept: tuple[Any, Any] | None) -> bool:
-    """Whether a dict or list holds other objects than when it was copied."""
-    if kept is None:
-        return False
-    now, was = ([*v.keys(), *v.values()] if isinstance(v, dict) else v for v in kept)
-    return len(now) != len(was) or any(a is not b for a, b in zip(now, was, strict=True))
+def _place(tensor: Tensor) -> _Place:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -164,7 +119,23 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
-def module_behind(forward: Callable[..., Any]) -> nn.Module | None:
-    """The module whose state a forward reads: itself, or the one that it is a method of."""
-    owner = forward if isinstance(forward, nn.Module) else getattr(forward, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
+def modules_behind(forward: Any) -> list[nn.Module]:
+    """The modules whose state a forward reads: itself, the one that it is a method of, those that a partial, a closure
+    or a default holds, and those that a function names among its globals."""
+    if isinstance(forward, nn.Module):
+        return [forward]
+    if isinstance(forward, partial):
+        held = [forward.func, *forward.args, *forward.keywords.values()]
+    elif isinstance(forward, MethodType):
+        held = [forward.__self__, forward.__func__]
+    elif isinstance(forward, FunctionType):
+        cells = [cell.cell_contents for cell in forward.__closure__ or () if cell != _EMPTY_CELL]
+        named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+        held = [*cells, *named, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
+        held = [obj for obj in held if isinstance(obj, nn.Module | partial | MethodType)]
+    else:
+        return []
+    return [module for obj in held for module in modules_behind(obj)]
+
+
+_EMPTY_CELL = CellType()

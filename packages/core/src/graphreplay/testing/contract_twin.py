@@ -1,4 +1,4 @@
-"""What every contract test stands on: a graphed module beside its eager twin, and a comparison that forgives nothing."""
+"""What every contract test stands on: a module beside its eager twin, and a strict comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_same(actual: Any, expected: Any, where: str = "output") -> None:
     if isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), f"{where}: {actual!r} is no tensor"
         assert actual.stride() == expected.stride(), f"{where}: strides {actual.stride()}, not {expected.stride()}"
-        tolerance = {"rtol": 0.0, "atol": 0.0} if expected.device.type == "cpu" else {}
+        tolerance: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if expected.device.type == "cpu" else {}
         torch.testing.assert_close(
             actual.detach(), expected.detach(), equal_nan=True, msg=lambda text: f"{where}: {text}", **tolerance
         )

@@ -287,7 +287,7 @@ def conjugate_views(*, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def draws(*, x: Tensor) -> tuple[Tensor, ...]:
-    return torch.rand_like(x) + x, torch.randn(3, device=x.device), x.new_empty(4).uniform_(), x.abs().multinomial(2)
+    return torch.rand_like(x) + x, torch.randn(3, device=x.device), x.new_empty(4).uniform_(), x.sigmoid().bernoulli()
 
 
 def in_float64(*, x: Tensor) -> Tensor:
@@ -369,6 +369,8 @@ class StoresActivation(nn.Module):
 
 
 class RebindsBuffer(nn.Module):
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(WIDTH))
@@ -407,7 +409,6 @@ GRAPHED = [
     *map(_module, (MLP, Attention, Convolution, Recurrence, TrainingNorm, Counter, KeyValueCache, ReturnsWeight)),
     _module(LazyWeight),
     Specimen("Dropout", lambda: Keyword(nn.Dropout(0.5)), random=True),
-    Specimen("LazyLinear", _seeded(lambda: Keyword(nn.LazyLinear(4)))),
     *map(_function, (writes_input, writes_slice_of_input, returns_written_input, two_names_of_one_storage)),
     *map(_function, (strided_outputs, constants, view_in_place, pieces, autocast_inside, scattered, selected)),
     *map(_function, (fills_by_mask, out_variants, foreach, complex_numbers, conjugate_views, in_float64)),
@@ -451,7 +452,7 @@ _SYNCS: dict[str, Callable[..., Any]] = {
 SYNCING = [_function(forward, name, reason="makes the host wait") for name, forward in _SYNCS.items()]
 STATEFUL = [
     _module(CountsInPython, reason="attribute calls"),
-    _module(KeepsHistory, reason="attribute history"),
+    _module(KeepsHistory, reason="attribute"),
     _module(StoresActivation, reason="attribute last"),
     _module(RebindsBuffer, reason="attribute _buffers"),
     _module(InnerState, reason="attribute inner.calls"),

@@ -1,0 +1,27 @@
+"""The contract as tests: every backend package subclasses ``BackendContract`` and runs it unchanged.
+
+    class TestContract(BackendContract):
+        cls = MyGraphedForward
+        device = "mydevice"
+
+One module a topic; each opens with the hazards that it covers. ``zoo`` holds the forwards.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Before the imports: so that a failing assert in these modules tells its values, as in any test module.
+pytest.register_assert_rewrite(
+    *(f"graphreplay.testing.contract_{topic}" for topic in ("capture", "keys", "replay", "state", "surface", "twin"))
+)
+
+from graphreplay.testing.contract_capture import CaptureContract  # noqa: E402
+from graphreplay.testing.contract_keys import KeyContract  # noqa: E402
+from graphreplay.testing.contract_replay import ReplayContract  # noqa: E402
+from graphreplay.testing.contract_state import StateContract  # noqa: E402
+from graphreplay.testing.contract_surface import SurfaceContract  # noqa: E402
+
+
+class BackendContract(KeyContract, StateContract, CaptureContract, ReplayContract, SurfaceContract):
+    """Every contract test."""

@@ -1,0 +1,332 @@
+"""Contract: construction, options, bounds, the end of a wrapper, and what it refuses.
+
+| kind | outcome | test |
+| --- | --- | --- |
+| bad constructor argument, no such device | error of the right class | test_constructor_*, test_device_* |
+| positional argument, copy, pickle | error | test_positional_*, test_copies_* |
+| use after close, or in a forked child | error | test_closed_*, test_forked_* |
+| many shapes, few slots | bounded, the leaf named | test_lru_*, test_max_bytes_*, test_thrash_* |
+| pins | kept, unpinned, reset | test_pins_*, test_pin_on_a_hit |
+| prepare | a graph without a call | test_prepare_* |
+| forward kwargs named like options | options() | test_options_free_the_names |
+| a shared pool | wrappers stay right | test_shared_pool_* |
+| disable, reset, close | eager, forget, error | test_disable_*, test_reset_*, test_closed_* |
+| a group of more than one rank | eager with a reason | test_group_* |
+| memory remapped under the same address | reset() drops every graph | test_reset_* |
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import graphreplay
+from graphreplay.testing import zoo
+from graphreplay.testing.contract_twin import ContractBase, assert_same
+
+
+def _triple(*, pin: Tensor, variant: Tensor, keep_alive: Tensor) -> Tensor:
+    return pin + variant * 2 + keep_alive * 3
+
+
+@contextmanager
+def _group_of_one(tmp_path: Path) -> Iterator[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+class SurfaceContract(ContractBase):
+    """What a caller of a graphed forward can do with it."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_entries": 0},
+            {"max_entries": -1},
+            {"max_bytes": 0},
+            {"warmup_iters": 0},
+            {"capture_context": 3},
+        ],
+        ids=str,
+    )
+    def test_constructor_refuses(self, options: dict[str, Any]) -> None:
+        with pytest.raises(graphreplay.ConfigurationError, match=next(iter(options))):
+            self.wrap(lambda *, x: x, **options)
+
+    def test_constructor_refuses_what_cannot_be_called(self) -> None:
+        with pytest.raises(graphreplay.ConfigurationError, match="callable"):
+            self.cls(3, device=self.device)  # type: ignore[arg-type]
+        assert issubclass(graphreplay.ConfigurationError, ValueError)
+
+    def test_device_unknown_or_not_there(self) -> None:
+        with pytest.raises(graphreplay.UnknownDeviceError, match="nonsense"):
+            self.cls(len, device="nonsense")
+        kind = torch.device(self.device).type
+        with pytest.raises(graphreplay.BackendUnavailableError, match=f"{kind}:99"):
+            self.cls(len, device=f"{kind}:99")
+
+    def test_device_index_is_filled_in(self) -> None:
+        kind = torch.device(self.device).type
+        for device in (kind, f"{kind}:0", torch.device(kind), torch.device(kind, 0)):
+            graphed = self.cls(lambda *, x: x + 1, device=device)
+            x = torch.ones(3, device=device)
+            graphed(x=x)
+            graphed(x=x)
+            assert graphed.stats()["replays"] == 1
+
+    def test_device_of_another_kind_is_no_graph(self) -> None:
+        graphed = self.cls(lambda *, x: x + 1, device="meta")
+        assert not graphed.enabled
+        assert "meta" in (graphed.disabled_reason or "")
+        assert graphed(x=torch.ones(2, device="meta")).is_meta
+
+    def test_backend_is_found_by_its_device(self) -> None:
+        assert graphreplay.get_graphed_forward_cls(self.device) is self.cls
+
+    def test_positional_arguments_are_refused(self) -> None:
+        graphed = self.wrap(zoo.MLP())
+        with pytest.raises(graphreplay.PositionalArgumentError, match=r"graphed\(x=x\)"):
+            graphed(self.x())
+
+    def test_enabled_false_and_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        off = [self.wrap(lambda *, x: x + 1, enabled=False)]
+        monkeypatch.setenv("GRAPHREPLAY_DISABLE", "1")
+        off.append(self.wrap(lambda *, x: x + 1))
+        for value in ("", "0"):
+            monkeypatch.setenv("GRAPHREPLAY_DISABLE", value)
+            assert self.wrap(lambda *, x: x + 1).enabled
+        for graphed, reason in zip(off, ("enabled=False", "GRAPHREPLAY_DISABLE"), strict=True):
+            for seed in range(2):
+                assert_same(graphed(x=self.x(seed=seed)), self.x(seed=seed) + 1)
+            assert not graphed.prepare(x=self.x())
+            stats = graphed.stats()
+            assert (stats["captures"], stats["eager_calls"], stats["enabled"]) == (0, 2, False)
+            assert reason in stats["disabled_reason"]
+
+    def test_lru_keeps_the_most_recently_used(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1, max_entries=2)
+        for count in (1, 2, 1, 3):  # 2 is the least recently used when 3 comes
+            graphed(x=self.x(count))
+        assert [graphed.evict(x=self.x(count)) for count in (1, 2, 3)] == [True, False, True]
+        assert graphed.stats()["evictions"] == 1
+
+    def test_max_bytes_bounds_the_graphs(self) -> None:
+        probe = self.wrap(lambda *, x: x + 1)
+        sizes: list[int] = []
+        for count in (1000, 1000000):
+            probe(x=torch.ones(count, device=self.device))
+            sizes.append(probe.stats()["bytes"] - sum(sizes))
+        graphed = self.wrap(lambda *, x: x + 1, max_bytes=max(sizes) - 1)
+        for _ in range(3):
+            for count in (1000, 1000000):
+                x = torch.ones(count, device=self.device)
+                assert_same(graphed(x=x), x + 1)
+        stats = graphed.stats()
+        assert stats["bytes"] < max(sizes)
+        assert (stats["graphs"], stats["captures"], stats["replays"], stats["eager_calls"]) == (1, 2, 2, 2)
+        (reason,) = stats["eager_reasons"]
+        assert f"max_bytes={max(sizes) - 1}" in reason
+
+    def test_thrash_is_bounded_and_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        graphed = self.wrap(lambda *, x, mask: x + mask, max_entries=2)
+        for _ in range(3):
+            for count in range(1, 13):
+                assert_same(graphed(x=self.x(count), mask=self.x(1)), self.x(count) + self.x(1))
+                assert graphed.num_graphs <= 2
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert any('kwargs["x"]' in text for text in warnings), warnings
+
+    def test_pins_are_kept(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1, max_entries=1)
+        graphed(x=self.x(1), pin=True)
+        with pytest.warns(graphreplay.GraphReplayWarning, match="unpin"):
+            graphed(x=self.x(2), pin=True)
+        for count in (3, 4):
+            graphed(x=self.x(count))
+        stats = graphed.stats()
+        assert (stats["pinned"], stats["graphs"], stats["captures"]) == (2, 3, 4)
+        for count in (1, 2):
+            assert_same(graphed(x=self.x(count)), self.x(count) + 1)
+        assert graphed.stats()["replays"] == 2
+        assert graphed.unpin(x=self.x(1))
+        assert not graphed.unpin(x=self.x(9))
+        assert graphed.evict(x=self.x(2)), "pinned graphs can be evicted by hand"
+        assert (graphed.stats()["pinned"], graphed.num_graphs) == (0, 0)
+
+    def test_pin_on_a_hit(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1, max_entries=1)
+        graphed(x=self.x(1))
+        graphed(x=self.x(1), pin=True)
+        graphed(x=self.x(1))
+        assert graphed.stats()["pinned"] == 1
+        assert graphed.captures == 1
+
+    @pytest.mark.parametrize("pin", [False, True])
+    def test_prepare_makes_a_graph_without_a_call(self, pin: bool) -> None:
+        twin = self.twin(zoo.KeyValueCache())
+        x = self.x()
+        kept = x.clone()
+        with torch.no_grad():
+            assert twin.graphed.prepare(x=x, pin=pin) is True
+            assert_same(x, kept, "inputs")
+            twin.check_state()
+            assert twin.graphed.prepare(x=x) is True
+            assert twin.graphed.stats()["pinned"] == int(pin)
+            for seed in range(3):
+                twin(x=self.x(seed=seed))
+        assert twin.counts() == (1, 3, 0)
+
+    def test_prepare_leaves_inputs_that_the_forward_writes(self) -> None:
+        graphed = self.wrap(zoo.writes_input)
+        x = self.x()
+        assert graphed.prepare(x=x)
+        assert_same(x, self.x(), "inputs")
+        graphed(x=x)
+        assert_same(x, self.x() * 2 + 1, "inputs")
+
+    def test_prepare_says_why_not(self) -> None:
+        graphed = self.wrap(lambda *, x, extra=None: x * x.sum().item())
+        assert graphed.prepare(x=self.x(), extra=object()) is False
+        assert graphed.enabled
+        assert graphed.prepare(x=self.x()) is False
+        assert not graphed.enabled
+        stats = graphed.stats()
+        assert any('kwargs["extra"]' in reason for reason in stats["miss_reasons"])
+        assert "makes the host wait" in stats["disabled_reason"]
+
+    def test_prepare_before_the_first_call_of_a_lazy_module(self) -> None:
+        twin = self.twin(zoo.LazyWeight())
+        with torch.no_grad():
+            twin.graphed.prepare(x=self.x())
+            for seed in range(3):
+                assert_same(twin.graphed(x=self.x(seed=seed)), self.x(seed=seed))
+        assert twin.graphed.enabled
+
+    def test_options_free_the_names(self) -> None:
+        graphed = self.wrap(_triple)
+        for seed in range(3):
+            x = self.x(seed=seed)
+            bound = graphed.options(pin=True, variant="v")
+            assert_same(bound(pin=x, variant=x + 1, keep_alive=x + 2), x + (x + 1) * 2 + (x + 2) * 3)
+        stats = graphed.stats()
+        assert (stats["captures"], stats["replays"], stats["pinned"]) == (1, 2, 1)
+        assert bound.unpin(pin=x, variant=x, keep_alive=x.clone()) is False, "other tensors share storage"
+        assert bound.unpin(pin=x, variant=x + 1, keep_alive=x + 2)
+        assert bound.evict(pin=x, variant=x + 1, keep_alive=x + 2)
+        assert bound.prepare(pin=x, variant=x + 1, keep_alive=x + 2)
+
+    def test_shared_pool_keeps_wrappers_right(self) -> None:
+        pool = graphreplay.GraphPool()
+        first, second = self.twin(zoo.MLP(), pool=pool), self.twin(zoo.Attention(), pool=pool)
+        with torch.no_grad():
+            held = []
+            for seed in range(4):
+                for twin in (first, second):
+                    x = self.x(2 + seed % 2, seed)
+                    held.append((twin(x=x), twin.plain(x=x)))
+            first.graphed.close()
+            second(x=self.x(2, 9))
+        assert first.counts() == (2, 2, 0)
+        assert second.counts() == (2, 3, 0)
+        for actual, expected in held:
+            assert_same(actual, expected)
+
+    def test_shared_pool_belongs_to_one_device(self) -> None:
+        pool = graphreplay.GraphPool()
+        self.wrap(lambda *, x: x, pool=pool)
+        with pytest.raises(graphreplay.ConfigurationError, match="pool"):
+            self.cls(lambda *, x: x, device="meta", pool=pool)
+
+    def test_reset_forgets_graphs_and_pins(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1)
+        graphed(x=self.x(1), pin=True)
+        graphed(x=self.x(2))
+        graphed.reset()
+        stats = graphed.stats()
+        assert (stats["graphs"], stats["pinned"], stats["bytes"], stats["captures"]) == (0, 0, 0, 2)
+        for seed in range(2):
+            assert_same(graphed(x=self.x(1, seed)), self.x(1, seed) + 1)
+        assert (graphed.captures, graphed.stats()["replays"]) == (3, 1)
+
+    def test_disable_is_eager_from_then_on(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1)
+        graphed(x=self.x())
+        graphed.disable("the first reason")
+        graphed.disable("another reason")
+        graphed.reset()
+        assert_same(graphed(x=self.x()), self.x() + 1)
+        stats = graphed.stats()
+        assert (stats["graphs"], stats["enabled"], stats["disabled_reason"]) == (0, False, "the first reason")
+        assert stats["eager_reasons"] == {"the first reason": 1}
+
+    def test_closed_wrapper_raises(self) -> None:
+        with self.wrap(lambda *, x: x + 1) as graphed:
+            graphed(x=self.x())
+        graphed.close()
+        assert graphed.num_graphs == 0
+        for use in (graphed, graphed.prepare, graphed.evict, graphed.unpin, graphed.options()):
+            with pytest.raises(graphreplay.ClosedError):
+                use(x=self.x())
+        with pytest.raises(graphreplay.ClosedError), graphed:
+            pass
+        assert graphed.stats()["captures"] == 1
+
+    @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+    def test_copies_are_refused(self, duplicate: Any) -> None:
+        graphed = self.wrap(zoo.MLP())
+        with pytest.raises(graphreplay.NotCopyableError, match="module"):
+            duplicate(graphed)
+
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads, the child only raises
+    def test_forked_wrapper_raises_in_the_child(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1)
+        x = self.x()
+        graphed(x=x)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                graphed(x=x)
+            except graphreplay.ForkedError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert_same(graphed(x=x), x + 1)
+        assert graphed.stats()["replays"] == 1
+
+    def test_group_of_one_rank_is_graphed(self, tmp_path: Path) -> None:
+        with _group_of_one(tmp_path) as group:
+            graphed = self.wrap(lambda *, x: x + 1, group=group)
+            for seed in range(2):
+                assert_same(graphed(x=self.x(seed=seed)), self.x(seed=seed) + 1)
+            assert graphed.stats()["replays"] == 1
+            graphed.close()
+
+    def test_group_of_more_ranks_is_eager(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+        graphed = self.wrap(lambda *, x: x + 1, group=object())
+        assert_same(graphed(x=self.x()), self.x() + 1)
+        assert "more than one rank" in graphed.disabled_reason
+        assert graphed.stats()["captures"] == 0
+
+    def test_repr_tells_the_state(self) -> None:
+        graphed = self.wrap(lambda *, x: x + 1, name="teacher")
+        graphed(x=self.x())
+        assert "teacher" in repr(graphed)
+        assert "1 graph" in repr(graphed)
+        graphed.close()
+        assert "closed" in repr(graphed)

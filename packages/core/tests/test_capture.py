@@ -1,0 +1,110 @@
+"""The parts of a capture: process state around it, contexts, and how failures are told."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from graphreplay.capture import body_error_wins, capturing_here, describe, quiet_capture
+from graphreplay.errors import HostSyncError
+
+CPU = torch.device("cpu")
+
+
+def test_quiet_capture_keeps_process_state():
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    with quiet_capture(CPU):
+        assert capturing_here()
+        assert not gc.isenabled()
+        assert not torch.is_autocast_cache_enabled()
+        torch.rand(5)
+    assert not capturing_here()
+    assert gc.isenabled()
+    assert torch.is_autocast_cache_enabled()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_quiet_capture_restores_after_an_error_what_was_before():
+    gc.disable()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with pytest.raises(KeyboardInterrupt), quiet_capture(CPU):
+            raise KeyboardInterrupt
+        assert not gc.isenabled()
+        assert not torch.is_autocast_cache_enabled()
+        assert not capturing_here()
+    finally:
+        gc.enable()
+        torch.set_autocast_cache_enabled(True)
+
+
+def test_quiet_captures_of_two_threads_overlap():
+    inside, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with quiet_capture(CPU):
+            inside.set()
+            leave.wait(20)
+            seen.append((capturing_here(), gc.isenabled()))
+
+    thread = threading.Thread(target=other)
+    with quiet_capture(CPU):
+        thread.start()
+        assert inside.wait(20)
+    assert not capturing_here(), "captures of other threads are not ours"
+    leave.set()
+    thread.join()
+    assert seen == [(True, False)], "the collector is off until the last capture has ended"
+    assert gc.isenabled()
+
+
+class Context:
+    def __init__(self, *, enter=None, leave=None, swallow=False):
+        self.enter, self.leave, self.swallow = enter, leave, swallow
+        self.left_with = []
+
+    def __enter__(self):
+        if self.enter:
+            raise self.enter
+
+    def __exit__(self, kind, error, traceback):
+        self.left_with.append(error)
+        if self.leave:
+            raise self.leave
+        return self.swallow
+
+
+def test_body_error_wins_over_the_exit_and_tells_of_it():
+    context = Context(leave=OSError("while leaving"))
+    with pytest.raises(ValueError, match="mine") as caught, body_error_wins(lambda: context):
+        raise ValueError("mine")
+    assert context.left_with == [caught.value]
+    assert any("while leaving" in note for note in caught.value.__notes__)
+
+
+def test_body_error_is_not_swallowed():
+    with pytest.raises(ValueError, match="mine"), body_error_wins(lambda: Context(swallow=True)):
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize("which", ["enter", "leave"])
+def test_context_error_is_raised(which):
+    context = Context(**{which: OSError("theirs")})
+    with pytest.raises(OSError, match="theirs"), body_error_wins(lambda: context):
+        pass
+    assert context.left_with == ([] if which == "enter" else [None])
+
+
+def test_errors_as_reasons():
+    def model():
+        return [][1]
+
+    with pytest.raises(IndexError) as caught:
+        model()
+    line = model.__code__.co_firstlineno + 1
+    assert describe(caught.value) == f"IndexError: list index out of range (raised at {__file__}:{line} in model)"
+    assert describe(HostSyncError("speaks for itself")) == "speaks for itself"

@@ -1,0 +1,108 @@
+"""What the observer sees of one forward, and how a snapshot undoes it."""
+
+import pytest
+import torch
+from torch import nn
+
+from graphreplay.observe import Observer, Snapshot
+from graphreplay.storage import storage_ids
+from graphreplay.testing.zoo import rows
+
+
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__, autouse=True)
+def mode(request):
+    with request.param():
+        yield
+
+
+def observe(forward, static=()):
+    snapshot = Snapshot()
+    observer = Observer(storage_ids(static), snapshot)
+    with observer:
+        forward()
+    return observer, snapshot
+
+
+def test_outside_holds_what_was_read_and_nothing_made_inside():
+    weight, bias, unused = rows(8), rows(1, 1), rows(2)
+    x = rows(3)
+
+    def forward():
+        y = torch.zeros(3, 8) + x @ weight
+        return (y + bias[0]).softmax(-1) * torch.tensor([2.0]) * torch.arange(8)
+
+    observer, _ = observe(forward, [x])
+    assert set(observer.outside) == set(storage_ids([weight, bias]))
+    assert unused.untyped_storage()._cdata not in observer.outside
+    assert observer.written == set()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.add_(1),
+        lambda t: t[1:].zero_(),
+        lambda t: t.t()[0].fill_(7),
+        lambda t: t.__setitem__((0, 0), 5.0),
+        lambda t: torch.mul(t, 2, out=t),
+        lambda t: torch._foreach_add_([t], 1.0),
+        lambda t: t.index_copy_(0, torch.tensor([1]), t[:1] + 1),
+        lambda t: t.view(-1).scatter_(0, torch.tensor([0]), 9.0),
+        lambda t: t.copy_(torch.zeros_like(t)),
+        lambda t: t.normal_(),
+        lambda t: t.masked_fill_(t > 0, 3.0),
+        lambda t: nn.functional.relu(t, inplace=True),
+    ],
+)
+def test_writes_are_seen_and_undone(write):
+    outside, static = rows(3, 1), rows(3, 2)
+    before = outside.clone()
+
+    def forward():
+        write(outside)
+        write(static)
+        write(torch.ones(3, 8))
+
+    observer, snapshot = observe(forward, [static])
+    assert observer.written == set(storage_ids([outside, static]))
+    assert observer.written_static([rows(3), static])[0] is static
+    assert not torch.equal(outside, before)
+    changed = static.clone()
+    snapshot.restore()
+    assert torch.equal(outside, before)
+    assert torch.equal(static, changed), "static inputs are no business of the snapshot"
+
+
+def test_running_statistics_are_seen_and_undone():
+    norm = nn.BatchNorm1d(8)
+    buffers = [b.clone() for b in norm.buffers()]
+    observer, snapshot = observe(lambda: norm(rows(3)))
+    assert observer.written == set(storage_ids(list(norm.buffers())))
+    snapshot.restore()
+    assert all(map(torch.equal, norm.buffers(), buffers))
+    observer, _ = observe(lambda: norm.eval()(rows(3)))
+    assert observer.written == set()
+
+
+def test_snapshot_saves_whole_storages_once():
+    base = rows(4)
+    before = base.clone()
+    snapshot = Snapshot([base[1:2]])
+    base.zero_()
+    snapshot.add(base)  # too late: the first state counts
+    snapshot.restore()
+    assert torch.equal(base, before)
+    base.zero_()
+    snapshot.restore()
+    assert torch.equal(base, before)
+
+
+def test_snapshot_restores_without_grad_and_version_errors():
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = nn.Parameter(rows(2))
+        snapshot = Snapshot([weight])
+        with torch.no_grad():
+            weight.zero_()
+        snapshot.restore()
+        assert torch.equal(weight.detach(), rows(2))
+        assert weight.requires_grad
