@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
@@ -63,8 +62,10 @@ class _Recorder(SyncRefusal):
         self._made: set[int] = set()  # storages that recorded operators made; the graph keeps them alive
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases.
-        recorded_args, recorded_kwargs = tree_map(_alias, (args, kwargs))
+        # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases: one
+        # for each object, since some kernels ask whether two arguments are the same.
+        aliases = {id(tensor): tensor.detach() for tensor in tensor_args(args, kwargs)}
+        recorded_args, recorded_kwargs = tree_map(lambda arg: aliases.get(id(arg), arg), (args, kwargs))
         if op is torch.ops.aten.lift_fresh.default and args[0].untyped_storage()._cdata not in self._made:
             # torch.tensor(...) in the forward: eager makes the constant anew each time, so must a replay.
             op, recorded_args = torch.ops.aten.clone.default, (args[0].clone(),)
@@ -82,10 +83,6 @@ class _Recorder(SyncRefusal):
                 self._graph.nbytes += storage.nbytes()
         self._graph.calls.append(_Call(op, recorded_args, recorded_kwargs, fresh))
         return result
-
-
-def _alias(arg: Any) -> Any:
-    return arg.detach() if isinstance(arg, Tensor) else arg
 
 
 class ReferenceGraphedForward(GraphedForward):
