@@ -44,6 +44,7 @@ def test_only_the_banned_leaf_is_refused():
     assert guard.refusal(call(99.0)) is not None
     assert guard.refusal(call(99)) is not None  # another type is another value
     assert guard.refusal(call(15.0)) is not None
+    assert guard.refusal(call(torch.tensor(99.0))) is None  # as the refusal advises
     assert guard.refusal(call(99.0, seq=1)) is None
     assert guard.refusal(kwargs_signature({"x": torch.ones(3), "t": 99.0})) is None
     assert guard.refusal(kwargs_signature({"x": torch.ones(3), "t": 15.0})) is None

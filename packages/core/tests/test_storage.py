@@ -54,7 +54,7 @@ def test_views_over_one_storage_stay_such(views):
 def test_a_region_keeps_its_alignment(offset, dtype):
     base = torch.zeros(64, dtype=torch.complex128).view(dtype)
     view = base[offset : offset + 3]
-    copy, again = clone(view, view)
+    copy, again = clone(view, view[:])
     assert copy.data_ptr() % 16 == view.data_ptr() % 16
     assert again.data_ptr() == copy.data_ptr()
 
@@ -107,6 +107,7 @@ def test_a_self_overlapping_view_is_written_as_one():
         (torch.ones(()), 4, False),
         (torch.ones(0, 5), 0, False),
         (torch.ones(5)[1:2].expand(3), 4, True),
+        (torch.arange(6.0).as_strided((4, 3), (1, 1)), 24, True),
         (torch.ones(1, 2).expand(1, 2), 8, False),
         (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), 480, False),
         (torch.ones(4, dtype=torch.bool), 4, False),
@@ -134,10 +135,10 @@ def test_many_tensors_alone_take_one_fused_copy_a_dtype():
     assert sorted(map(str, ran)) == ["aten._foreach_copy_", "aten._foreach_copy_", "aten.copy_"]
 
 
-def test_the_sharing_pattern_names_the_first_tensor_and_the_distance_in_bytes():
+def test_the_sharing_pattern_names_the_first_tensor_the_distance_in_bytes_and_the_object():
     x, y = torch.zeros(8), torch.zeros(8)
-    tensors = [y, x[2:], x, x.view(torch.int16)[1:], y[:0], torch.zeros(0), torch.zeros(0)]
-    assert sharing_pattern(tensors, storage_ids(tensors)) == ((2, 1, -8), (3, 1, -6), (4, 0, 0))
+    tensors = [y, x[2:], x, x.view(torch.int16)[1:], y[:0], torch.zeros(0), torch.zeros(0), x]
+    assert sharing_pattern(tensors, storage_ids(tensors)) == ((2, 1, -8, 2), (3, 1, -6, 3), (4, 0, 0, 4), (7, 1, -8, 2))
 
 
 def test_the_sharing_pattern_of_strangers_is_empty():
@@ -145,14 +146,46 @@ def test_the_sharing_pattern_of_strangers_is_empty():
     assert sharing_pattern(tensors, storage_ids(tensors)) == ()
 
 
-@pytest.mark.parametrize("lazy", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conj", "neg"])
-def test_lazy_views_cannot_be_copied_by_their_bytes(lazy):
+LAZY = pytest.mark.parametrize("lazy", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conj", "neg"])
+
+
+@LAZY
+def test_lazy_views_over_one_storage_stay_lazy(lazy):
     z = torch.tensor([1 + 2j, 3j])
-    shared = [torch.ones(1), z, lazy(z)]
-    assert CopyPlan(shared).uncopyable(shared) == 2
-    alone = [lazy(z)]
-    assert CopyPlan(alone).uncopyable(alone) is None
-    assert CopyPlan(alone).clone(alone)[0].tolist() == lazy(z).tolist()
+    copy, view = clone(z, lazy(z))
+    copy[0] = 5 + 7j
+    assert view[0].item() == lazy(copy)[0].item() == (5 - 7j if view.is_complex() else -7.0)
+
+
+@LAZY
+def test_lazy_views_alone_are_resolved(lazy):
+    alone = [lazy(torch.tensor([1 + 2j, 3j]))]
+    (copy,) = CopyPlan(alone).clone(alone)
+    assert copy.tolist() == alone[0].tolist()
+    assert (copy.is_conj(), copy.is_neg()) == (False, False)
+
+
+@LAZY
+def test_lazy_views_cannot_be_copied_by_their_bytes_onto_others(lazy):
+    z = torch.tensor([1 + 2j, 3j])
+    resolved = z if lazy(z).is_conj() else z.imag
+    for planned, current in [(resolved[:], lazy(z)), (lazy(z), resolved[:])]:
+        plan = CopyPlan([torch.ones(1), z, planned])
+        assert plan.uncopyable([torch.ones(1), z, current]) == 2
+        assert plan.uncopyable([torch.ones(1), z, planned]) is None
+    assert CopyPlan([lazy(z)]).uncopyable([resolved]) is None
+
+
+def test_one_object_under_two_names_stays_one():
+    x, y = torch.arange(3.0), torch.ones(2)
+    first, other, again, view = clone(x, y, x, x[1:])
+    assert again is first
+    assert view is not first
+    assert other.untyped_storage()._cdata != first.untyped_storage()._cdata
+    alone, twin = clone(y, y)
+    assert twin is alone
+    assert not CopyPlan([y, y]).has_regions
+    assert CopyPlan([y, y]).nbytes == 8
 
 
 def test_a_byte_view_shows_a_stretch_of_the_storage():

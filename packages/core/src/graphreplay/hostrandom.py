@@ -1,4 +1,4 @@
-"""Notices forwards that draw from Python's or NumPy's global generators, whose numbers a graph would freeze."""
+"""Notices forwards that draw random numbers on the host, which a graph would freeze."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from graphreplay.errors import CaptureError
 
 
 class HostRandom:
-    """Watches several runs of one forward. Other threads draw too, so only what changed in every run counts."""
+    """Watches several runs of one forward: Python's and NumPy's global generators, and torch's CPU generator if the
+    graphs are elsewhere. Other threads draw too, so only what changed in every run counts."""
 
-    def __init__(self) -> None:
-        self._start = _states()
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type != "cpu"
+        self._start = self._states()
         self._drawn = set(self._start)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Surrounds one run."""
-        before = _states()
+        before = self._states()
         yield
-        self._drawn &= {name for name, state in _states().items() if state != before.get(name)}
+        self._drawn &= {name for name, state in self._states().items() if state != before.get(name)}
 
     def check(self) -> None:
-        """Puts generators that the forward draws from back to where they were.
+        """Puts Python's and NumPy's generators back to where they were, if the forward draws from them.
 
         Raises:
             CaptureError: there is such a generator.
@@ -42,14 +46,15 @@ class HostRandom:
             "draw with torch on the device"
         )
 
-
-def _states() -> dict[str, Any]:
-    states: dict[str, Any] = {"random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy.random"] = (kind, keys.tobytes(), keys.dtype.str, *rest)
-    return states
+    def _states(self) -> dict[str, Any]:
+        states: dict[str, Any] = {"random": random.getstate()}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            kind, keys, *rest = numpy.random.get_state()
+            states["numpy.random"] = (kind, keys.tobytes(), keys.dtype.str, *rest)
+        if self._on_device:
+            states["torch's CPU generator"] = torch.get_rng_state().tolist()
+        return states
 
 
 def _unhashed(state: tuple[Any, ...]) -> tuple[Any, ...]:

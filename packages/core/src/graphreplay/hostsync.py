@@ -46,9 +46,24 @@ _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
-def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operator, with these arguments, waits for the device to learn a value or an output's shape."""
+def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
+    """Whether the operator, with these arguments, makes the host wait for the device: to learn a value or an output's
+    shape, or to copy between host and device."""
     name = op._schema.name
+    given = tensor_args(args, kwargs)
+    if device_type != "cpu":
+        on_host = any(tensor.is_cpu and tensor.dim() > 0 for tensor in given)
+        on_device = any(tensor.device.type == device_type for tensor in given)
+        to = kwargs.get("device")
+        to_host = to is not None and torch.device(to).type == "cpu"
+        if name == "aten::lift_fresh":
+            return on_device  # torch.tensor(..., device=...) has copied its data there
+        if name in _COPIES:
+            return on_device and (to_host or any(map(_is_cpu, given))) or (bool(given) and not on_device and not to_host)
+        if not on_device:
+            return False
+        if on_host:
+            return True
     if name == "aten::index" or name in _MASKED:
         masks = [index for index in args[1] if index is not None and index.dtype in _MASK_DTYPES]
         # One mask and one scalar make a masked fill, which needs no positions.

@@ -9,12 +9,15 @@ One module a topic; each opens with the hazards that it covers. ``zoo`` holds th
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 # Before the imports: so that a failing assert in these modules tells its values, as in any test module.
-pytest.register_assert_rewrite(
-    *(f"graphreplay.testing.contract_{topic}" for topic in ("capture", "keys", "replay", "state", "surface", "twin"))
-)
+_TOPICS = [
+    f"graphreplay.testing.contract_{topic}" for topic in ("capture", "keys", "replay", "state", "surface", "twin")
+]
+pytest.register_assert_rewrite(*(name for name in _TOPICS if name not in sys.modules))
 
 from graphreplay.testing.contract_capture import CaptureContract  # noqa: E402
 from graphreplay.testing.contract_keys import KeyContract  # noqa: E402

@@ -122,8 +122,8 @@ def _pops(*, d: dict[str, Tensor]) -> Tensor:
 
 def _appends(*, d: dict[str, Any]) -> Tensor:
     d.setdefault("seen", []).append(d["a"] * 2)
-    total: Tensor = torch.stack(d["seen"]).sum(0)
-    return total + d["b"]
+    total: Tensor = torch.stack(d["seen"]).sum(0) + d["b"]
+    return total
 
 
 def _replaces(*, d: dict[str, Tensor]) -> Tensor:
