@@ -65,9 +65,7 @@ class CheckFailed(Exception):
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    done = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise CheckFailed(done.stdout.strip())
 

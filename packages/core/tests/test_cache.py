@@ -152,7 +152,9 @@ def test_bytes_are_a_bound_too_and_the_newest_stays_above_it():
 
 def test_pins_beyond_the_bound_grow_the_cache_and_warn_once():
     cache, left = filled(pins="ab")
-    with pytest.warns(GraphReplayWarning, match="exceed max_entries=2 or max_bytes=None; they are kept") as caught:
+    with pytest.warns(
+        GraphReplayWarning, match="3 graphs, 3 of them pinned, hold 30 bytes, above max_entries=2 or max_bytes=None"
+    ) as caught:
         cache.put("c", "C", 10, pin=True)
     assert len(caught) == 1
     cache.put("d", "D", 10, pin=True)  # warnings are errors here, so this one is silent

@@ -30,7 +30,7 @@ def test_the_limit_is_sixteen_graphs_in_a_row():
     assert guard.captured(call(15.0)) == 'kwargs["t"]'
     assert guard.refusal(call(16.0)) == (
         'kwargs["t"] took 16 values in a row that never came back; '
-        "pass it as a tensor on the device, so that its value is copied and not part of the key"
+        "pass a tensor on the device, so that the value is copied and not part of the key"
     )
 
 
@@ -66,19 +66,27 @@ def test_a_replay_of_another_graph_does_not():
     assert guard.captured(call(15.0)) == 'kwargs["t"]'
 
 
-def test_two_leaves_that_change_together_are_never_banned():
-    assert feed(ChurnGuard(), (call(float(step), seq=step) for step in range(64))) == ([], 0)
-
-
-def test_leaves_that_take_turns_are_never_banned():
-    assert feed(ChurnGuard(), (call((step + 1) // 2, seq=step // 2) for step in range(64))) == ([], 0)
-
-
-def test_a_row_goes_on_from_the_first_of_another_leaf():
+def test_leaves_that_change_together_are_banned_together():
     guard = ChurnGuard()
-    feed(guard, (call(float(step), seq=0) for step in range(10)))
-    # The tenth graph differs from the next in seq: it is the new row's forerunner, and the next its first.
-    assert feed(guard, (call(9.0, seq=step) for step in range(1, 17))) == (['kwargs["seq"]'], 0)
+    assert feed(guard, (call(float(step), seq=step) for step in range(64))) == (['kwargs["seq"] and kwargs["t"]'], 48)
+    assert guard.refusal(call(99.0, seq=0)) is not None
+    assert guard.refusal(call(99.0, seq=15)) is not None
+    assert guard.refusal(call(99.0, seq=0, other=1)) is None
+
+
+def test_leaves_that_take_turns_are_banned_together():
+    turns = (call((step + 1) // 2, seq=step // 2) for step in range(64))
+    assert feed(ChurnGuard(), turns) == (['kwargs["seq"] and kwargs["t"]'], 48)
+
+
+def test_a_tensor_that_changes_along_ends_the_row():
+    guard = ChurnGuard()
+    shapes = (kwargs_signature({"x": torch.ones(step // 8), "t": step}) for step in range(64))
+    assert feed(guard, shapes) == ([], 0)
+
+
+def test_a_list_that_grows_is_never_banned():
+    assert feed(ChurnGuard(), (kwargs_signature({"x": [1] * step}) for step in range(40))) == ([], 0)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Traced(ReferenceGraphedForward):
 def test_hooks_run_in_order():
     graphed = Traced(plus_one, warmup_iters=3, nvtx=True)
     graphed(x=zoo.rows(2))
-    eager, warmups = ["turn", "run", "<capture"], ["<stream", "run", "run", "<probe", "run", "probe>", "stream>"]
+    eager, warmups = ["turn", "run", "<capture"], ["<stream", "<probe", "run", "probe>", "run", "run", "stream>"]
     assert graphed.events == [*eager, *warmups, "<graph", "run", "graph>", "capture>"]
     graphed.events.clear()
     graphed(x=zoo.rows(2))

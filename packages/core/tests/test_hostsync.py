@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphreplay.errors import HostSyncError
-from graphreplay.hostsync import SyncRefusal, refuse_host_sync
+from graphreplay.hostsync import refuse_host_sync
 from graphreplay.testing.zoo import rows
 
 SYNCING = {
@@ -77,7 +77,7 @@ def mode(request):
 def test_refused(name, mode):
     with mode():
         x = rows(3)
-        with refuse_host_sync(SyncRefusal()), pytest.raises(HostSyncError, match=r"test_hostsync\.py:\d+"):
+        with refuse_host_sync("cpu"), pytest.raises(HostSyncError, match=r"test_hostsync\.py:\d+"):
             SYNCING[name](x)
 
 
@@ -85,12 +85,12 @@ def test_refused(name, mode):
 def test_allowed(name, mode):
     with mode():
         x = rows(3)
-        with refuse_host_sync(SyncRefusal()):
+        with refuse_host_sync("cpu"):
             QUIET[name](x)
 
 
 def test_outside_the_body_nothing_is_refused():
-    with refuse_host_sync(SyncRefusal()):
+    with refuse_host_sync("cpu"):
         pass
     assert rows(3)[0, 0].item() == rows(3).tolist()[0][0]
 
@@ -100,6 +100,6 @@ def test_message_names_what_and_where():
         return x.cpu()
 
     line = model.__code__.co_firstlineno + 1
-    with refuse_host_sync(SyncRefusal()), pytest.raises(HostSyncError) as caught:
+    with refuse_host_sync("cpu"), pytest.raises(HostSyncError) as caught:
         model(rows(3))
     assert str(caught.value).startswith(f"Tensor.cpu() at {__file__}:{line} in model ")

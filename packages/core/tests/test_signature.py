@@ -37,13 +37,13 @@ def test_keys_are_equal_exactly_if_structures_are(a, b):
 
 @given(kwargs_trees())
 def test_flatten_finds_the_tensors_in_the_order_of_the_tree(tree):
-    for for_call in (False, True):
-        assert [id(leaf) for leaf in flatten(tree, for_call=for_call)[1]] == [id(leaf) for leaf in tensors(tree)]
+    for depth in (0, 1, 64):
+        assert [id(leaf) for leaf in flatten(tree, ordered_below=depth)[1]] == [id(leaf) for leaf in tensors(tree)]
 
 
 @given(equal_pairs())
 def test_a_call_is_keyed_by_the_order_of_dicts_too(pair):
-    a, b = (flatten(tree, for_call=True)[0] for tree in pair)
+    a, b = (flatten(tree, ordered_below=0)[0] for tree in pair)
     assert (a == b) is same_structure(*pair, order=True)
 
 
@@ -75,6 +75,17 @@ def test_values_of_tensors_and_sharing_do_not_count():
     assert kwargs_signature({"a": x, "b": x}) == kwargs_signature({"a": x, "b": torch.zeros(4)})
 
 
+def test_order_counts_from_the_given_depth_on():
+    one, two = {"a": {"x": 1, "y": 2}, "b": 3}, {"b": 3, "a": {"x": 1, "y": 2}}
+    inner = {"a": {"y": 2, "x": 1}, "b": 3}
+    keys = [[flatten(tree, ordered_below=depth)[0] for tree in (one, two, inner)] for depth in (0, 1, 2)]
+    assert [[keys[depth][0] == other for other in keys[depth][1:]] for depth in (0, 1, 2)] == [
+        [False, False],
+        [True, False],
+        [True, True],
+    ]
+
+
 def test_strides_count_where_sizes_are_equal():
     x = torch.ones(2, 2)
     assert kwargs_signature({"x": x}) != kwargs_signature({"x": x.t()})
@@ -82,7 +93,7 @@ def test_strides_count_where_sizes_are_equal():
 
 def test_scalars_on_the_host_are_keyed_by_value_among_device_inputs():
     def key(x):
-        return flatten({"x": x}, for_call=True, on_device=True)
+        return flatten({"x": x}, on_device=True)
 
     one, leaves = key(torch.tensor(1.0))
     assert leaves == []

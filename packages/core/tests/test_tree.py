@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from graphreplay import UnsupportedLeafError, clone_static, kwargs_signature
+from graphreplay import UnsupportedLeafError, clone_static, copy_into, kwargs_signature
 from graphreplay.testing.compare import NoOperators, same_structure, same_value, tensor_leaves
 from graphreplay.testing.samples import NAMESPACE, OPAQUE, VALUES, Color, Output, PackedLayout, Pair, Part, Point
 from graphreplay.testing.strategies import kwargs_trees, opaque_trees
@@ -61,11 +61,14 @@ def test_each_opaque_kind_is_refused(read, kind):
     assert refusal.value.path == 'kwargs["a"][0]'
 
 
-@each_reader
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_a_quantized_tensor_is_refused(read):
-    with pytest.raises(UnsupportedLeafError, match=r'^kwargs\["q"\]: a quantized tensor'):
-        read({"q": torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)})
+def test_tensors_without_plain_values_are_not_copied():
+    quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+    for tensor, what in ((quantized, "a quantized tensor"), (torch.ones(2, device="meta"), "a meta tensor")):
+        with pytest.raises(UnsupportedLeafError, match=rf'^kwargs\["q"\]: {what}'):
+            clone_static({"q": tensor})
+        with pytest.raises(UnsupportedLeafError, match=rf'^kwargs\["q"\]: {what}'):
+            copy_into({"q": torch.ones(2)}, {"q": tensor})
 
 
 @each_reader

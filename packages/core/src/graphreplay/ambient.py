@@ -47,6 +47,8 @@ def eager_only() -> str | None:
     """Why a call under the current process state must not be captured or replayed, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing the call"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit is tracing the call"
     if torch._C._len_torch_dispatch_stack():
         return "a torch dispatch mode is active, and a replay would hide every operator from it"
     if torch._C._len_torch_function_stack() and not all(

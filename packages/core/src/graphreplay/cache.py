@@ -118,8 +118,9 @@ class LRUCache(Generic[K, V]):
         if self._over() and self._pinned and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._pinned} pinned graphs hold {self._nbytes} bytes and exceed max_entries={self.max_entries} or "
-                f"max_bytes={self.max_bytes}; they are kept. Raise the bound, or unpin() what is no longer visited.",
+                f"{len(self._slots)} graphs, {self._pinned} of them pinned, hold {self._nbytes} bytes, above "
+                f"max_entries={self.max_entries} or max_bytes={self.max_bytes}. Pinned graphs are kept; raise the "
+                "bound, or unpin() what is no longer visited.",
                 GraphReplayWarning,
                 stacklevel=2,
             )

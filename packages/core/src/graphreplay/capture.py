@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from torch import Tensor
 from graphreplay.attributes import attributes_kept
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
-from graphreplay.hooks import BackendHooks
 from graphreplay.hostrandom import HostRandom
 from graphreplay.observe import Observer, Snapshot
 from graphreplay.opmode import where_raised
 from graphreplay.request import Request
-from graphreplay.signature import flatten
+from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
 from graphreplay.storage import storage_ids
 from graphreplay.tree import replace_tensors, tensors
@@ -123,18 +122,11 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {summary} (raised at {where_raised(error)})"
 
 
-def build_entry(
-    hooks: BackendHooks,
-    module: Callable[..., Any],
-    request: Request,
-    watch: ModuleWatch,
-    capture_context: Callable[[], AbstractContextManager[Any]],
-    warmup_iters: int,
-) -> Entry:
+def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entry:
     """Clones the inputs, warms up, and captures: everything between a miss and a graph.
 
-    The first warm-up runs under an observer, which sees what the forward touches and saves what it is about to write;
-    the last one runs under the platform's host-sync probe. Whatever happens, buffers end as they were.
+    The first warm-up runs under the platform's host-sync probe and an observer, which sees what the forward touches and
+    saves what it is about to write; the later ones run as the capture will. Whatever happens, buffers end as they were.
 
     Raises:
         UnsupportedLeafError: these inputs or outputs cannot be graphed; others may be.
@@ -144,45 +136,45 @@ def build_entry(
         static = clone_static(request.kwargs)
     given = tensors(static)
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
-    inputs = [leaf for leaf in given if leaf.device == hooks.device]
+    inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
     observer = Observer(storage_ids(given), before)
-    host_random = HostRandom()
+    host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
-        key, _ = flatten(kwargs, for_call=True, on_device=hooks.device.type != "cpu")
-        if key != request.signature or any(a is not b for a, b in zip(tensors(kwargs), given, strict=True)):
-            raise UnsupportedLeafError("kwargs", "the forward changes a container that it was given; pass a copy of it")
+        if store.flatten(kwargs)[0] != request.signature or any(
+            a is not b for a, b in zip(tensors(kwargs), given, strict=True)
+        ):
+            raise UnsupportedLeafError(
+                "kwargs", "the forward changes the structure of what it was given: a container, or a shape; pass a copy"
+            )
 
     def forward() -> Any:
         # Containers of its own for each run, so that one that changes them changes them once.
         kwargs = replace_tensors(static, iter(given))
         with host_random.watched():
-            outputs = module(**kwargs)
+            outputs = store.module(**kwargs)
         check_containers(kwargs)
         return outputs
 
     check_containers(static)  # the caller's own, as the eager forward left them
     try:
-        with body_error_wins(capture_context), attributes_kept(watch.modules):
-            with hooks._warmup_stream():
-                for iteration in range(warmup_iters):
-                    probed = iteration == warmup_iters - 1
-                    with (
-                        _phase(f"warm-up {iteration + 1}" + " under the host-sync probe" * probed),
-                        hooks._sync_probe() if probed else nullcontext(),
-                        observer if iteration == 0 else nullcontext(),
-                    ):
+        with body_error_wins(store.capture_context), attributes_kept(watch.modules):
+            with store._warmup_stream():
+                with _phase("warm-up 1 under the host-sync probe"), store._sync_probe(), observer:
+                    forward()
+                for iteration in range(1, store.warmup_iters):
+                    with _phase(f"warm-up {iteration + 1}"):
                         forward()
             with _phase("capture"):
-                graph, outputs = hooks._capture_graph(forward)
+                graph, outputs = store._capture_graph(forward)
     finally:
         before.restore()
     try:
         host_random.check()
         output_leaves = tensors(outputs, "output")
         touched = (*observer.outside.values(), *observer.written_static(given), *output_leaves)
-        _check_devices(touched, hooks.device)
+        _check_devices(touched, store.device)
     except BaseException:
         graph.reset()
         raise

@@ -12,4 +12,4 @@ def parse_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise UnknownDeviceError(f"{device!r} is no device: {str(error).splitlines()[0]}") from error
+        raise UnknownDeviceError(f"{device!r} is no device that torch knows; write cuda, cuda:0 or cpu") from error

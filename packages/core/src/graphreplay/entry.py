@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from graphreplay.storage import CopyPlan
+from graphreplay.storage import CopyPlan, overlap_across_storages
 from graphreplay.tree import replace_tensors
 
 
@@ -56,9 +56,13 @@ class Entry:
         self._keep_alive = keep_alive
         self.nbytes = graph.nbytes + self._staging.nbytes
 
-    def accepts(self, leaves: Sequence[Tensor]) -> bool:
-        """Whether these inputs can be staged; only lazily conjugated views that share storage cannot."""
-        return self._staging.uncopyable(leaves) is None
+    def refusal(self, leaves: Sequence[Tensor]) -> str | None:
+        """Why these inputs cannot be staged, though the key is that of the graph, or None."""
+        if self._staging.uncopyable(leaves) is not None:
+            return "a kwarg that shares storage is lazily conjugated or negated, and was not at capture"
+        if self._written and overlap_across_storages(leaves):
+            return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
+        return None
 
     def replay(self, leaves: Sequence[Tensor]) -> Any:
         """Stages the inputs, replays, and returns outputs that the caller owns.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from graphreplay.entry import Entry
 from graphreplay.errors import ConfigurationError, PositionalArgumentError, UnsupportedLeafError
 from graphreplay.observe import Observer, Snapshot
 from graphreplay.pool import GraphPool
-from graphreplay.request import BoundForward, CallOptions, Request
+from graphreplay.request import BoundForward, CallOptions, Request, order_shows_below
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
@@ -100,8 +101,9 @@ class GraphedForward(GraphStore):
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device)
-        self._capture_context = capture_context or nullcontext
+        self.capture_context = capture_context or nullcontext
         self._nvtx = nvtx
+        self.flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
         self._open_store(max_entries, max_bytes)
 
     def _why_off(self, enabled: bool) -> str | None:
@@ -172,7 +174,7 @@ class GraphedForward(GraphStore):
         self._check_usable()
         if capturing_here() or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
-            with self._capture_context():
+            with self.capture_context():
                 return self._eager(kwargs, "called inside another capture")
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
@@ -192,7 +194,6 @@ class GraphedForward(GraphStore):
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
-        on_device = self.device.type != "cpu"
         reason = eager_only()
         if reason is not None:
             return reason
@@ -201,7 +202,7 @@ class GraphedForward(GraphStore):
         if watch.refusal is not None:
             return watch.refusal
         try:
-            signature, leaves = flatten(kwargs, for_call=True, on_device=on_device)
+            signature, leaves = self.flatten(kwargs)
             ids = storage_ids(leaves)
             for leaf in leaves:
                 if leaf.device != self.device:
@@ -228,9 +229,7 @@ class GraphedForward(GraphStore):
             self._watch = None
         entry = self._cache.get(request.key)
         if entry is not None:
-            if not entry.accepts(request.leaves):
-                return "a kwarg that shares storage is lazily conjugated or negated, and was not at capture"
-            return entry
+            return entry.refusal(request.leaves) or entry
         reason = self._refused.get(request.key) or self._churn.refusal(request.signature)
         if reason is not None:
             return reason
@@ -253,7 +252,7 @@ class GraphedForward(GraphStore):
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
         try:
             with self._marked("capture"), quiet_capture(self.device):
-                entry = build_entry(self, self.module, request, watch, self._capture_context, self.warmup_iters)
+                entry = build_entry(self, request, watch)
         except UnsupportedLeafError as error:
             self._refuse(request.key, str(error))
         except Exception as error:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from graphreplay.entry import Graph
+from graphreplay.hostsync import refuse_host_sync
 from graphreplay.pool import GraphPool
 
 
 class BackendHooks:
-    """Four hooks that every platform gives (``_graphs_supported``, ``_warmup_stream``, ``_sync_probe``,
-    ``_capture_graph``) and a few with defaults. As they stand they describe a platform without graphs."""
+    """``_graphs_supported``, ``_warmup_stream`` and ``_capture_graph`` come from the platform; the rest has defaults.
+    As they stand they describe a platform without graphs."""
 
     device: torch.device
     name: str
@@ -38,8 +39,8 @@ class BackendHooks:
         raise NotImplementedError
 
     def _sync_probe(self) -> AbstractContextManager[None]:
-        """Makes an operator in its body that waits for the device raise HostSyncError."""
-        raise NotImplementedError
+        """Makes an operator in its body that waits for the device raise HostSyncError, in this thread alone."""
+        return refuse_host_sync(self.device.type)
 
     def _capture_graph(self, forward: Callable[[], Any]) -> tuple[Graph, Any]:
         """Runs ``forward`` once under capture.

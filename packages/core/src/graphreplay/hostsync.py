@@ -1,4 +1,7 @@
-"""Finds host synchronization by the operators and methods that cause it, on devices without a debug mode for it."""
+"""Finds host synchronization by the operators and methods that cause it, in one thread and on any device.
+
+CUDA has a debug mode that raises where its runtime waits, but it holds for the whole process: other threads, which may
+well wait, would raise as well."""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from graphreplay.errors import HostSyncError
-from graphreplay.opmode import OpMode, where_now
+from graphreplay.opmode import OpMode, tensor_args, where_now
 
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -47,23 +50,22 @@ _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
-    """Whether the operator, with these arguments, makes the host wait for the device: to learn a value or an output's
-    shape, or to copy between host and device."""
+    """Whether the operator, with these arguments, makes the host wait for a device of this type: to learn a value or an
+    output's shape, or to copy between host and device. On the CPU itself such copies cannot be told from others."""
     name = op._schema.name
-    given = tensor_args(args, kwargs)
     if device_type != "cpu":
-        on_host = any(tensor.is_cpu and tensor.dim() > 0 for tensor in given)
+        given = tensor_args(args, kwargs)
         on_device = any(tensor.device.type == device_type for tensor in given)
-        to = kwargs.get("device")
-        to_host = to is not None and torch.device(to).type == "cpu"
+        if name == "aten::_to_copy" and kwargs.get("device") is not None:
+            return bool(torch.device(kwargs["device"]).type != args[0].device.type)
+        if name == "aten::copy_":
+            return bool(args[0].device.type != args[1].device.type)
         if name == "aten::lift_fresh":
             return on_device  # torch.tensor(..., device=...) has copied its data there
-        if name in _COPIES:
-            return on_device and (to_host or any(map(_is_cpu, given))) or (bool(given) and not on_device and not to_host)
         if not on_device:
             return False
-        if on_host:
-            return True
+        if any(tensor.is_cpu and tensor.dim() > 0 for tensor in given):
+            return True  # CPU scalars are read at launch, larger CPU tensors are copied over first
     if name == "aten::index" or name in _MASKED:
         masks = [index for index in args[1] if index is not None and index.dtype in _MASK_DTYPES]
         # One mask and one scalar make a masked fill, which needs no positions.
@@ -81,24 +83,37 @@ def _positional(op: OpOverload, args: tuple[Any, ...], name: str) -> Any:
 
 
 class SyncRefusal(OpMode):
-    """Raises HostSyncError at an operator that would make the host wait."""
+    """Raises HostSyncError at an operator that would make the host wait for a device of this type."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if syncing_op(op, args, kwargs):
+        if syncing_op(op, args, kwargs, self.device_type):
             raise host_sync(str(op))
         return op(*args, **kwargs)
 
 
 class _MethodRefusal(TorchFunctionMode):
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         method = _METHODS.get(func)
-        if method is not None:
+        if method is not None and args[0].device.type == self.device_type:
             raise host_sync(method)
-        if func in _FROM_DATA and any(map(_holds_tensor, args[:2])):
+        if func in _FROM_DATA and any(self._in_list(data) for data in args[:2]):
             raise host_sync(f"{func.__name__}() of a list of tensors")
         return func(*args, **(kwargs or {}))
+
+    def _in_list(self, data: Any) -> bool:
+        return isinstance(data, list | tuple) and any(
+            item.device.type == self.device_type if isinstance(item, Tensor) else self._in_list(item) for item in data
+        )
 
 
 def host_sync(what: str) -> HostSyncError:
@@ -109,12 +124,8 @@ def host_sync(what: str) -> HostSyncError:
     )
 
 
-def _holds_tensor(data: Any) -> bool:
-    return isinstance(data, list | tuple) and any(isinstance(d, Tensor) or _holds_tensor(d) for d in data)
-
-
 @contextmanager
-def refuse_host_sync(mode: OpMode) -> Iterator[None]:
-    """Runs the body under ``mode`` (a SyncRefusal) and refuses the methods that no dispatch mode sees."""
-    with _MethodRefusal(), mode:
+def refuse_host_sync(device_type: str) -> Iterator[None]:
+    """Makes whatever would make the host wait for a device of this type raise HostSyncError, in the calling thread."""
+    with _MethodRefusal(device_type), SyncRefusal(device_type):
         yield

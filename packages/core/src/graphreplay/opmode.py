@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+_HERE = f"{Path(__file__).parent}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 class OpMode(TorchDispatchMode, ABC):
@@ -32,6 +33,7 @@ class OpMode(TorchDispatchMode, ABC):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._composites = 0  # how many composite operators the current one is part of
 
     @abstractmethod
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,9 +47,24 @@ class OpMode(TorchDispatchMode, ABC):
             with self:  # a higher-order operator: its body arrives operator by operator
                 return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:
-                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        return self.on_op(func, args, kwargs)
+            self._composites += 1
+            try:
+                with self:
+                    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            finally:
+                self._composites -= 1
+        result = self.on_op(func, args, kwargs)
+        if self._composites and _is_weight_view(result, args):
+            # Without a mode a view of a weight requires grad here too, and matmul picks its kernel by that.
+            result.requires_grad_()
+        return result
+
+
+def _is_weight_view(result: Any, args: tuple[Any, ...]) -> bool:
+    if not (args and isinstance(result, Tensor) and isinstance(args[0], Tensor) and args[0].requires_grad):
+        return False
+    fresh = not result.requires_grad and not result.is_inference()
+    return fresh and result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
 
 
 @cache

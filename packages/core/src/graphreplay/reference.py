@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
-from graphreplay.hostsync import SyncRefusal, refuse_host_sync
+from graphreplay.hostsync import SyncRefusal
 from graphreplay.opmode import tensor_args
 
 
@@ -57,13 +57,13 @@ class _Recorder(SyncRefusal):
     """Runs each operator and appends it to a graph; refuses what a device capture would refuse."""
 
     def __init__(self, graph: RecordedGraph) -> None:
-        super().__init__()
+        super().__init__("cpu")
         self._graph = graph
         self._made: set[int] = set()  # storages that recorded operators made; the graph keeps them alive
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases: one
-        # for each object, since some kernels ask whether two arguments are the same.
+        # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases:
+        # one for each object, since some kernels ask whether two arguments are the same.
         aliases = {id(tensor): tensor.detach() for tensor in tensor_args(args, kwargs)}
         recorded_args, recorded_kwargs = tree_map(lambda arg: aliases.get(id(arg), arg), (args, kwargs))
         if op is torch.ops.aten.lift_fresh.default and args[0].untyped_storage()._cdata not in self._made:
@@ -105,9 +105,6 @@ class ReferenceGraphedForward(GraphedForward):
 
     def _warmup_stream(self) -> AbstractContextManager[None]:
         return nullcontext()  # the CPU has one stream
-
-    def _sync_probe(self) -> AbstractContextManager[None]:
-        return refuse_host_sync(SyncRefusal())
 
     def _capture_graph(self, forward: Callable[[], Any]) -> tuple[RecordedGraph, Any]:
         graph = RecordedGraph()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,16 @@ from graphreplay.signature import Signature
 
 if TYPE_CHECKING:
     from graphreplay.forward import GraphedForward
+
+
+def order_shows_below(forward: Any) -> int:
+    """From which depth of the kwargs on a forward can see the insertion order of dicts: one that names its parameters
+    cannot see the order of the kwargs themselves, one that takes ``**kwargs`` can."""
+    try:
+        parameters = inspect.signature(getattr(forward, "forward", forward)).parameters.values()
+    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+        return 0
+    return 0 if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,7 @@ class Request:
     kwargs: dict[str, Any]
     options: CallOptions
     signature: Signature
+    """Of the kwargs, with the order of dicts."""
     leaves: list[Tensor]
     """The tensors that are staged, in the order of the tree."""
     key: Hashable

@@ -16,12 +16,12 @@ from torch.nn import Parameter
 from graphreplay.errors import UnsupportedLeafError
 from graphreplay.tree import (
     MAX_CONTAINERS,
+    MAX_DEPTH,
     PLAIN_TYPES,
     Container,
     Refused,
     Token,
     check_size,
-    check_tensor,
     container_of,
     leaf_token,
     name_tokens,
@@ -44,11 +44,11 @@ class Signature(tuple[Any, ...]):
 class _Flattening:
     """Collects tensor leaves while a key is built."""
 
-    __slots__ = ("containers_left", "for_call", "leaves", "on_device")
+    __slots__ = ("containers_left", "leaves", "on_device", "ordered_below")
 
-    def __init__(self, for_call: bool, on_device: bool) -> None:
+    def __init__(self, ordered_below: int, on_device: bool) -> None:
         self.leaves: list[Tensor] = []
-        self.for_call = for_call
+        self.ordered_below = ordered_below
         self.on_device = on_device
         self.containers_left = MAX_CONTAINERS
 
@@ -81,7 +81,7 @@ class _Flattening:
         check_size(depth, self.containers_left)
         names, tokens, values = container.children(obj)
         children = tuple(self.nodes(values, depth + 1))
-        if self.for_call and type(obj) is dict:
+        if depth >= self.ordered_below and type(obj) is dict:
             keys = tuple(obj)
             inserted = keys if tokens is names else name_tokens(keys)
             if inserted != tokens:
@@ -95,25 +95,22 @@ def is_host_scalar(tensor: Tensor) -> bool:
 
 
 def flatten(
-    tree: Any, root: str = "kwargs", *, for_call: bool = False, on_device: bool = False
+    tree: Any, root: str = "kwargs", *, ordered_below: int = MAX_DEPTH, on_device: bool = False
 ) -> tuple[Signature, list[Tensor]]:
     """The key of a tree and its tensor leaves, in the order of ``tree.walk``.
 
     Args:
-        for_call: key the insertion order of dicts too, since a forward that iterates over one can see it.
+        ordered_below: from this depth on (0: the tree itself) the insertion order of dicts is keyed too, since a
+            forward that iterates over one can see it.
         on_device: the tree is for a device other than the CPU, so CPU scalars are keyed by value and are no leaves: a
             kernel takes their value at launch, which a graph would freeze.
 
     Raises:
         UnsupportedLeafError: a node has no stable key; the error names its path.
     """
-    flattening = _Flattening(for_call, on_device)
+    flattening = _Flattening(ordered_below, on_device)
     try:
-        signature = Signature(flattening.node(tree, 0))
-        if not for_call:
-            for leaf in flattening.leaves:
-                check_tensor(leaf)
-        return signature, flattening.leaves
+        return Signature(flattening.node(tree, 0)), flattening.leaves
     except (Refused, RuntimeError) as error:
         # Sparse and nested tensors raise a RuntimeError when asked for strides. The slow walk finds the path.
         for _ in walk(tree, root):
@@ -127,7 +124,7 @@ def kwargs_signature(tree: Any) -> Signature:
     Two trees have equal keys exactly if they have the same containers (by exact type), the same names (dicts in any
     insertion order), the same values (by exact type and value; 0.0 and -0.0 differ, one NaN equals the next) and
     tensors of the same shape, strides, dtype and device. Tensor values do not count, and an ``nn.Parameter`` counts
-    as a plain tensor.
+    as a plain tensor. Quantized and meta tensors have a key too, though ``clone_static`` refuses them.
 
     Raises:
         UnsupportedLeafError: a node may hide a tensor or has no stable value; the error names its path.
@@ -167,8 +164,10 @@ def describe_difference(was: Token, now: Token) -> str:
     """What changed between two nodes of signatures that differ."""
     if is_tensor_node(was) and is_tensor_node(now):
         labels = ("shape", "strides", "dtype", "device")
-        changes = zip(labels, was, now, strict=True)
-        return ", ".join(f"{label} {_show(a)} became {_show(b)}" for label, a, b in changes if a != b)
+        changes = [(label, a, b) for label, a, b in zip(labels, was, now, strict=True) if a != b]
+        if changes[0][0] == "shape":  # which changes the strides as well
+            changes = [change for change in changes if change[0] != "strides"]
+        return ", ".join(f"{label} {_show(a)} became {_show(b)}" for label, a, b in changes)
     if _is_container(was) and _is_container(now) and was[0] is now[0]:
         before, after = _child_names(was), _child_names(now)
         gone, new = [n for n in before if n not in after], [n for n in after if n not in before]
@@ -180,6 +179,11 @@ def describe_difference(was: Token, now: Token) -> str:
 def is_tensor_node(node: Token) -> bool:
     """Whether a node stands for a tensor: then it is (shape, strides, dtype, device)."""
     return not isinstance(node[0], type)
+
+
+def is_value_node(node: Token) -> bool:
+    """Whether a node stands for a value: then it is its token."""
+    return not is_tensor_node(node) and not _is_container(node)
 
 
 def _is_container(node: Token) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
+
+from torch import Tensor
 
 from graphreplay.cache import LRUCache
 from graphreplay.churn import ChurnGuard
@@ -36,8 +39,12 @@ class GraphStore(BackendHooks):
     disabled_reason: str | None
     """Why calls run eagerly from now on, or None."""
 
-    module: Any
+    module: Callable[..., Any]
     """The forward that is wrapped."""
+    warmup_iters: int
+    capture_context: Callable[[], AbstractContextManager[Any]]
+    flatten: Callable[[Any], tuple[Signature, list[Tensor]]]
+    """The key of a kwargs tree for this forward and device, and the tensors to stage."""
 
     def _open_store(self, max_entries: int, max_bytes: int | None) -> None:
         self._watch: ModuleWatch | None = None

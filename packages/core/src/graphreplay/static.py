@@ -44,6 +44,7 @@ def copy_into(static: Any, current: Any, root: str = "kwargs") -> int:
             share storage and how. The error names the first such place, and nothing was copied.
         UnsupportedLeafError: a leaf of ``current`` may hide a tensor.
     """
+    tensors(current, root)  # refuses leaves that have a key but no values to copy
     static_key, into = flatten(static, root)
     current_key, source = flatten(current, root)
     for path, was, now in differences(static_key, current_key, root):

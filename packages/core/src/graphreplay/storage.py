@@ -9,6 +9,7 @@ of bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ def sharing_pattern(tensors: Sequence[Tensor], ids: Sequence[int]) -> tuple[tupl
             distance = _byte_offset(tensors[position]) - _byte_offset(tensors[start])
             pattern.append((position, start, distance, same))
     return tuple(pattern)
+
+
+def overlap_across_storages(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors in different storages lie in the same memory, as two imports of one foreign buffer do."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), storage)
+        for tensor, storage in zip(tensors, storage_ids(tensors), strict=True)
+        if tensor.numel()
+    )
+    return any(a[1] > b[0] and a[2] != b[2] for a, b in pairwise(spans))
 
 
 class _Region:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
+from torch.nn.parameter import is_lazy
 
 from graphreplay.tree import TENSOR_TYPES
 
@@ -45,23 +46,19 @@ class ModuleWatch:
         self._tensors: list[tuple[str, Tensor, _Place]] = []
         self._storages: list[torch.UntypedStorage] = []
         self.storage_ids: set[int] = set()
-        self._odd: list[tuple[str, Tensor]] = []
+        self._lazy: list[tuple[str, Tensor]] = []
+        self.refusal: str | None = None
+        """Why the modules cannot be watched, and so not be captured, or None."""
         for prefix, m in self.modules:
             for name, tensor in _own_tensors(m):
                 path = f"{prefix}.{name}" if prefix else name
-                if _is_odd(tensor):
-                    self._odd.append((path, tensor))
+                if is_lazy(tensor):
+                    self._lazy.append((path, tensor))
+                elif type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided:
+                    what = f"a {type(tensor).__name__} of layout {tensor.layout}"
+                    self.refusal = f"weight {path} is {what}, whose memory cannot be watched"
                 else:
                     self.add(path, tensor)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the module cannot be watched, and so not be captured, or None. Lazy weights are odd until a forward
-        initializes them."""
-        name, tensor = next(((n, t) for n, t in self._odd if _is_odd(t)), ("", None))
-        if tensor is None:
-            return None
-        return f"weight {name} is a {type(tensor).__name__} of layout {tensor.layout}, whose memory cannot be watched"
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Watches one more tensor."""
@@ -83,8 +80,9 @@ class ModuleWatch:
         for name, tensor, place in self._tensors:
             if (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != place:
                 return f"weight {name} moved to other memory, or is seen with another shape, strides or dtype"
-        if self._odd:
-            return f"weight {self._odd[0][0]} was initialized"
+        for name, tensor in self._lazy:
+            if not is_lazy(tensor):
+                return f"weight {name} was initialized"
         now = self._structure_now()
         for what, was, is_now in zip(_STRUCTURE, self._structure, now, strict=True):
             if len(was) != len(is_now) or not all(map(is_, was, is_now)):
@@ -108,10 +106,6 @@ _Place: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 def _place(tensor: Tensor) -> _Place:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _is_odd(tensor: Tensor) -> bool:
-    return type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from graphreplay import BackendUnavailableError, GraphedForward, HostSyncError
-from graphreplay.opmode import where_raised
+from graphreplay import BackendUnavailableError, GraphedForward
 from graphreplay_cuda.capture import CapturedGraph, PoolState, capture
 
 
@@ -45,24 +43,6 @@ class CUDAGraphedForward(GraphedForward):
                 yield
         finally:
             current.wait_stream(side)
-
-    @contextmanager
-    def _sync_probe(self) -> Iterator[None]:
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype, once a process
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        except RuntimeError as error:
-            if "synchroniz" not in str(error):
-                raise
-            raise HostSyncError(
-                f"an operator at {where_raised(error)} makes the host wait for the device, which a replay cannot do; "
-                "compute it on the device, or pass it in as a kwarg"
-            ) from error
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
     def _capture_graph(self, forward: Callable[[], Any]) -> tuple[CapturedGraph, Any]:
         return capture(forward, self._pool_state)

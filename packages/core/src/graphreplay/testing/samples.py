@@ -218,7 +218,6 @@ OPAQUE: dict[str, Callable[[], Any]] = {
     "torch generator": torch.Generator,
     "tensor subclass": lambda: torch.ones(2).as_subclass(TensorSubclass),
     "sparse coo": lambda: torch.eye(2).to_sparse_coo(),
-    "meta": lambda: torch.ones(2, device="meta"),
     "nested": _nested,
     "dict with an object as key": lambda: {object(): 1},
     "dict with a NaN as key": lambda: {float("nan"): 1},
