@@ -31,6 +31,12 @@ class OpMode(TorchDispatchMode, ABC):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import torch._dynamo at the first operator: a second of someone's first capture, and frames that
+        # keep the wrapper alive. No frame is compiled under a mode anyway.
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._composites = 0  # how many composite operators the current one is part of

@@ -1,0 +1,131 @@
+"""What is particular to CUDA: devices, failed captures, and the end of the process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import graphreplay
+from graphreplay_cuda import CUDAGraphedForward
+
+gpu = pytest.mark.cuda
+
+FAULTS = {
+    "raise": lambda x: (_ for _ in ()).throw(ValueError("planned")),
+    "wait": lambda x: torch.cuda.synchronize(),
+    "read": lambda x: x.sum().item(),
+}
+
+
+def fails_while_captured(fault):
+    def forward(*, x):
+        y = x * 2
+        if torch.cuda.is_current_stream_capturing():
+            FAULTS[fault](y)
+        return y
+
+    return forward
+
+
+def test_other_devices_run_plainly():
+    graphed = CUDAGraphedForward(lambda *, x: x + 1, device="cpu")
+    assert graphed(x=torch.ones(2)).tolist() == [2.0, 2.0]
+    assert graphed.disabled_reason == "CUDA graphs run on a CUDA device, not on cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_error_says_why():
+    with pytest.raises(graphreplay.BackendUnavailableError, match="cuda is not here: (this PyTorch|no usable)"):
+        CUDAGraphedForward(lambda *, x: x, device="cuda")
+    with pytest.raises(graphreplay.BackendUnavailableError, match="cuda:1 is not here"):
+        graphreplay.get_graphed_forward_cls("cuda:1")
+
+
+@gpu
+def test_the_registry_finds_this_backend():
+    assert graphreplay.get_graphed_forward_cls("cuda") is CUDAGraphedForward
+    assert graphreplay.get_graphed_forward_cls() is CUDAGraphedForward
+    assert graphreplay.get_graphed_forward_cls("cpu") is graphreplay.ReferenceGraphedForward
+
+
+@gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_capture_leaves_the_device_as_it_was(fault):
+    x = torch.ones(1024, 1024, device="cuda")
+    stream = torch.cuda.current_stream()
+    graphed = CUDAGraphedForward(fails_while_captured(fault), device="cuda")
+    torch.cuda.manual_seed(3)
+    with torch.no_grad():
+        assert torch.equal(graphed(x=x), x * 2)
+        assert torch.equal(graphed(x=x), x * 2)
+        drawn = torch.rand(4, device="cuda")
+        assert graphed.disabled_reason is not None
+        assert "test_backend.py" in graphed.disabled_reason
+        assert torch.cuda.current_stream() == stream
+        torch.cuda.manual_seed(3)
+        assert torch.equal(torch.rand(4, device="cuda"), drawn)
+        other = CUDAGraphedForward(lambda *, x: x + torch.rand_like(x), device="cuda")
+        other(x=x)
+        other(x=x)
+    assert (other.captures, other.stats()["replays"]) == (1, 1)
+
+
+@gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_failed_captures_keep_no_memory(fault):
+    x = torch.ones(1024, 1024, device="cuda")
+
+    def fail():
+        with torch.no_grad():
+            graphed = CUDAGraphedForward(fails_while_captured(fault), device="cuda")
+            graphed(x=x)
+        assert not graphed.enabled
+
+    def reserved():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    fail()
+    before = reserved()
+    for _ in range(50):
+        fail()
+    assert reserved() - before <= 2 << 20
+
+
+@gpu
+def test_a_pool_serves_again_after_its_last_graph_is_gone():
+    graphed = CUDAGraphedForward(lambda *, x: (x @ x).relu(), device="cuda")
+    x = torch.ones(64, 64, device="cuda")
+    with torch.no_grad():
+        for round_ in range(1, 4):
+            graphed(x=x)
+            assert torch.equal(graphed(x=x), (x @ x).relu())
+            assert graphed.captures == round_
+            assert graphed.evict(x=x) if round_ == 2 else graphed.reset() is None
+
+
+@gpu
+def test_ranges_are_marked_on_request():
+    graphed = CUDAGraphedForward(lambda *, x: x + 1, device="cuda", nvtx=True, name="decoder")
+    with torch.no_grad():
+        assert [graphed(x=torch.ones(1, device="cuda")).item() for _ in range(3)] == [2.0, 2.0, 2.0]
+
+
+@gpu
+@pytest.mark.parametrize("closed", [False, True], ids=["left open", "closed"])
+def test_the_process_ends_with_replays_in_flight(closed):
+    program = f"""
+import torch
+from graphreplay_cuda import CUDAGraphedForward
+graphed = CUDAGraphedForward(lambda *, x: x @ x @ x, device="cuda")
+x = torch.ones(2048, 2048, device="cuda")
+with torch.no_grad():
+    for _ in range(20):
+        graphed(x=x)
+{"graphed.close()" if closed else ""}
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
