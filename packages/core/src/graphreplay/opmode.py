@@ -31,12 +31,6 @@ class OpMode(TorchDispatchMode, ABC):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would import torch._dynamo at the first operator: a second of someone's first capture, and frames that
-        # keep the wrapper alive. No frame is compiled under a mode anyway.
-        return False
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._composites = 0  # how many composite operators the current one is part of
@@ -45,9 +39,7 @@ class OpMode(TorchDispatchMode, ABC):
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operator and returns its result."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             with self:  # a higher-order operator: its body arrives operator by operator
@@ -64,6 +56,11 @@ class OpMode(TorchDispatchMode, ABC):
             # Without a mode a view of a weight requires grad here too, and matmul picks its kernel by that.
             result.requires_grad_()
         return result
+
+
+# Not in the class body: torch would wrap it, and import torch._dynamo at the first operator: a second of someone's first
+# capture, and frames that keep the wrapper alive. No frame is compiled under a mode anyway.
+OpMode.__torch_dispatch__ = OpMode._dispatch  # type: ignore[method-assign]
 
 
 def _is_weight_view(result: Any, args: tuple[Any, ...]) -> bool:
