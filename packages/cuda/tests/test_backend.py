@@ -36,7 +36,7 @@ def test_other_devices_run_plainly():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_the_error_says_why():
-    with pytest.raises(graphreplay.BackendUnavailableError, match="cuda is not here: (this PyTorch|no usable)"):
+    with pytest.raises(graphreplay.BackendUnavailableError, match=r"cuda is not here: (this PyTorch|no usable)"):
         CUDAGraphedForward(lambda *, x: x, device="cuda")
     with pytest.raises(graphreplay.BackendUnavailableError, match="cuda:1 is not here"):
         graphreplay.get_graphed_forward_cls("cuda:1")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from graphreplay.errors import CaptureError
-from graphreplay.tree import value_token
+from graphreplay.values import value_token
 
 _MISSING = object()
 

@@ -104,14 +104,19 @@ class PhaseError(CaptureError):
     """A capture failed; the message says in which phase, why, and where in the forward."""
 
 
-@contextmanager
-def _phase(name: str) -> Iterator[None]:
-    try:
-        yield
-    except UnsupportedLeafError:
-        raise
-    except Exception as error:
-        raise PhaseError(f"{name} failed: {describe(error)}") from error
+class _Phase:
+    """Turns an error in its body into a PhaseError. A class, since the frames of a generator would keep the error, and
+    with it the wrapper, alive until the next collection."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UnsupportedLeafError):
+            raise PhaseError(f"{self._name} failed: {describe(error)}") from error
 
 
 def describe(error: Exception) -> str:
@@ -132,7 +137,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         UnsupportedLeafError: these inputs or outputs cannot be graphed; others may be.
         PhaseError: anything else, with the phase in which it happened.
     """
-    with _phase("clone"):
+    with _Phase("clone"):
         static = clone_static(request.kwargs)
     given = tensors(static)
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
@@ -161,12 +166,12 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     try:
         with body_error_wins(store.capture_context), attributes_kept(watch.modules):
             with store._warmup_stream():
-                with _phase("warm-up 1 under the host-sync probe"), store._sync_probe(), observer:
+                with _Phase("warm-up 1 under the host-sync probe"), store._sync_probe(), observer:
                     forward()
                 for iteration in range(1, store.warmup_iters):
-                    with _phase(f"warm-up {iteration + 1}"):
+                    with _Phase(f"warm-up {iteration + 1}"):
                         forward()
-            with _phase("capture"):
+            with _Phase("capture"):
                 graph, outputs = store._capture_graph(forward)
     finally:
         before.restore()
@@ -182,7 +187,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         if storage not in watch.storage_ids:
             watch.add(f"of shape {tuple(tensor.shape)} from outside the module", tensor)
     written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
-    return Entry(graph, inputs, written, outputs, output_leaves, request.options.keep_alive)
+    return Entry(graph, inputs, written, observer.repeatable, outputs, output_leaves, request.options.keep_alive)
 
 
 def _check_devices(touched: Iterable[Tensor], device: torch.device) -> None:

@@ -31,6 +31,7 @@ class Entry:
         graph: from the backend.
         inputs: the static inputs, in leaf order.
         written: positions of inputs that the forward writes.
+        repeatable: a replay writes nothing but memory of this entry, so that one whose outputs are dropped did no harm.
         outputs: the static output tree; output_leaves are its tensors.
         keep_alive: objects that the graph reads by address.
     """
@@ -40,11 +41,13 @@ class Entry:
         graph: Graph,
         inputs: list[Tensor],
         written: Sequence[int],
+        repeatable: bool,
         outputs: Any,
         output_leaves: list[Tensor],
         keep_alive: tuple[Any, ...],
     ) -> None:
         self.graph = graph
+        self.repeatable = repeatable
         self.replays = 0
         self._inputs = inputs
         self._staging = CopyPlan(inputs)
@@ -64,13 +67,14 @@ class Entry:
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
 
-    def replay(self, leaves: Sequence[Tensor]) -> Any:
-        """Stages the inputs, replays, and returns outputs that the caller owns.
-
-        Inputs that the forward writes are written in ``leaves`` too, as the eager forward would do.
-        """
+    def launch(self, leaves: Sequence[Tensor]) -> None:
+        """Stages the inputs and replays; on a device this returns while the work goes on."""
         self._staging.copy(self._inputs, leaves)
         self.graph.replay()
+
+    def hand_out(self, leaves: Sequence[Tensor]) -> Any:
+        """The outputs of the last launch, in tensors that the caller owns. Inputs that the forward writes are written
+        in ``leaves`` too, as the eager forward would do."""
         self.replays += 1
         if self._written:
             positions = self._written

@@ -4,8 +4,8 @@
                                   ├─ miss ─► forward once, eagerly: the call's own result ─► capture for the next call
                                   └─ not graphable ─► eager, with a reason that is counted and logged
 
-The road is ``_call``, ``_request``, ``_look_up`` and ``_capture``, in that order below. A platform overrides the hooks
-at the end and never repeats the road.
+The road is ``_call``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below. A platform
+overrides the hooks in hooks.py and never repeats the road.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphreplay.entry import Entry
 from graphreplay.errors import ConfigurationError, PositionalArgumentError, UnsupportedLeafError
 from graphreplay.observe import Observer, Snapshot
 from graphreplay.pool import GraphPool
-from graphreplay.request import BoundForward, CallOptions, Request, order_shows_below
+from graphreplay.request import BoundForward, CallOptions, Replayed, Request, order_shows_below
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
@@ -183,14 +183,15 @@ class GraphedForward(GraphStore):
             return self._eager(kwargs, request)
         with self.pool.lock:
             self._take_turn()
-            entry = self._look_up(request)
-            if isinstance(entry, Entry):
-                return self._replay(entry, request)
-            if entry is None:
+            found = self._look_up(request)
+            answer = self._replay(found, request) if isinstance(found, Entry) else found
+            if isinstance(answer, Replayed):
+                return answer.outputs
+            if answer is None:
                 result = self.module(**kwargs)
                 self._capture(request)
                 return result
-        return self._eager(kwargs, entry)
+        return self._eager(kwargs, answer)
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
@@ -223,28 +224,46 @@ class GraphedForward(GraphStore):
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
         if self.disabled_reason is not None:  # by another thread, while this one waited for its turn
             return self.disabled_reason
+        entry = self._cache.get(request.key)
+        if entry is None or not entry.repeatable:
+            changed = self._drop_if_changed()
+            if changed is not None:
+                return self._missed(request, changed)
+        if entry is None:
+            return self._missed(request, None)
+        return entry.refusal(request.leaves) or entry
+
+    def _replay(self, entry: Entry, request: Request) -> Replayed | str | None:
+        """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
+        with self._marked("replay"):
+            entry.launch(request.leaves)
+            # The host looks at the module while the device works. What a repeatable graph has computed from weights
+            # that moved is dropped; any other one had to wait for this check.
+            changed = self._drop_if_changed() if entry.repeatable else None
+            if changed is not None:
+                return self._missed(request, changed)
+            outputs = entry.hand_out(request.leaves)
+        self._stats.replays += 1
+        if entry.replays == 1:
+            self._churn.replayed(request.signature)
+        if request.options.pin:
+            self._cache.pin(request.key)
+        return Replayed(outputs)
+
+    def _drop_if_changed(self) -> str | None:
+        """Drops all graphs if the module has changed since they were captured, and says what changed."""
         changed = self._watched().changed()
         if changed is not None:
             self._cache.clear()
             self._watch = None
-        entry = self._cache.get(request.key)
-        if entry is not None:
-            return entry.refusal(request.leaves) or entry
-        reason = self._refused.get(request.key) or self._churn.refusal(request.signature)
-        if reason is not None:
-            return reason
-        self._stats.miss(changed or self._what_is_new(request.signature))
-        return None
+        return changed
 
-    def _replay(self, entry: Entry, request: Request) -> Any:
-        if request.options.pin:
-            self._cache.pin(request.key)
-        with self._marked("replay"):
-            outputs = entry.replay(request.leaves)
-        self._stats.replays += 1
-        if entry.replays == 1:
-            self._churn.replayed(request.signature)
-        return outputs
+    def _missed(self, request: Request, changed: str | None) -> str | None:
+        """Counts a miss, or says why such a call is not captured."""
+        reason = self._refused.get(request.key) or self._churn.refusal(request.signature)
+        if reason is None:
+            self._stats.miss(changed or self._what_is_new(request.signature))
+        return reason
 
     def _capture(self, request: Request) -> None:
         """Adds a graph for the request. Never raises for a fault of the forward or the device: a request that cannot
@@ -293,7 +312,11 @@ class GraphedForward(GraphStore):
             return False
         with self.pool.lock:
             self._take_turn()
-            if self._look_up(request) is None:
+            found = self._look_up(request)
+            if isinstance(found, Entry):  # which a replay would check
+                changed = self._drop_if_changed()
+                found = self._missed(request, changed) if changed else found
+            if found is None:
                 self._rehearse(request)
                 self._capture(request)
             if options.pin:

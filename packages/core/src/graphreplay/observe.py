@@ -53,12 +53,15 @@ class Observer(OpMode):
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
         written: ids of outside storages (static inputs included) that the forward wrote.
+        repeatable: the forward left nothing behind but its outputs and static inputs: it wrote no other outside
+            storage, drew no random numbers and ran no collective.
     """
 
     def __init__(self, static: Iterable[int], snapshot: Snapshot) -> None:
         super().__init__()
         self.outside: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.repeatable = True
         self._static = frozenset(static)
         self._snapshot = snapshot
         # Ids only: holding on to every intermediate would multiply the forward's memory. An id that is reused after
@@ -78,6 +81,9 @@ class Observer(OpMode):
                 self.written.add(storage)
                 if storage not in self._static:
                     self._snapshot.add(tensor)
+                    self.repeatable = False
+        if torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten":
+            self.repeatable = False  # operators of others, collectives among them, may do anything
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
                 self._snapshot.add_generator(generator)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,8 +16,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_HERE = f"{Path(__file__).parent}{os.sep}"
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_LIBRARIES = frozenset({"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "contextlib"})
+"""Modules whose frames are no place in a user's forward."""
 
 
 class OpMode(TorchDispatchMode, ABC):
@@ -58,9 +56,9 @@ class OpMode(TorchDispatchMode, ABC):
         return result
 
 
-# Not in the class body: torch would wrap it, and import torch._dynamo at the first operator: a second of someone's first
-# capture, and frames that keep the wrapper alive. No frame is compiled under a mode anyway.
-OpMode.__torch_dispatch__ = OpMode._dispatch  # type: ignore[method-assign]
+# Not in the class body: torch would wrap it there, and import torch._dynamo at the first operator. That takes a second
+# of someone's first capture, and keeps frames alive that hold the wrapper. No frame is compiled under a mode anyway.
+OpMode.__torch_dispatch__ = OpMode._dispatch  # type: ignore[method-assign, assignment]
 
 
 def _is_weight_view(result: Any, args: tuple[Any, ...]) -> bool:
@@ -119,8 +117,8 @@ def where_raised(error: BaseException) -> str:
 
 
 def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith((_HERE, _TORCH, "<"))
+    name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in _LIBRARIES and not name.startswith("graphreplay.testing")
 
 
 def _place(frame: FrameType, line: int) -> str:

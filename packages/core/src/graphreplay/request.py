@@ -49,6 +49,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Replayed:
+    """The outputs of a replay, apart from reasons and misses."""
+
+    outputs: Any
+
+
+@dataclass(frozen=True, slots=True)
 class BoundForward:
     """A graphed forward with its options bound, so that every keyword is one of the forward's own."""
 

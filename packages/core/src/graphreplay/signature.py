@@ -13,22 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from graphreplay.containers import Container, container_of
 from graphreplay.errors import UnsupportedLeafError
-from graphreplay.tree import (
-    MAX_CONTAINERS,
-    MAX_DEPTH,
-    PLAIN_TYPES,
-    Container,
-    Refused,
-    Token,
-    check_size,
-    container_of,
-    leaf_token,
-    name_tokens,
-    source_of,
-    value_token,
-    walk,
-)
+from graphreplay.tree import MAX_CONTAINERS, MAX_DEPTH, check_size, walk
+from graphreplay.values import PLAIN_TYPES, Refused, Token, leaf_token, name_tokens, source_of, value_token
 
 
 class Signature(tuple[Any, ...]):

@@ -48,7 +48,7 @@ class CUDAGraphedForward(GraphedForward):
         return capture(forward, self._pool_state)
 
     def _is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _take_turn(self) -> None:
         state, current = self._pool_state, torch.cuda.current_stream(self.device)

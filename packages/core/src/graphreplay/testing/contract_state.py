@@ -242,6 +242,32 @@ class StateContract(ContractBase):
         assert torch.equal(before, after) == (change == "zero_grad")
         assert twin.counts() == (1, 2, 0)
 
+    @pytest.mark.parametrize("forward", ["draws", "counts", "writes"])
+    def test_a_stale_replay_leaves_no_step_behind(self, forward: str) -> None:
+        class Steps(nn.Module):
+            calls: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(zoo.WIDTH))
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: Tensor) -> Tensor:
+                if forward == "counts":
+                    self.calls.add_(1)
+                if forward == "writes":
+                    x.mul_(self.weight)
+                return nn.functional.dropout(x * self.weight, 0.5, training=forward == "draws")
+
+        twin = self.twin(Steps())
+        with torch.no_grad():
+            for seed in range(3):
+                twin(x=self.x(seed=seed))
+            twin.change(lambda m: setattr(m.weight, "data", _fill(m.weight, 2.0)))
+            for seed in range(3, 6):
+                twin(x=self.x(seed=seed))
+        assert twin.counts() == (2, 4, 0)
+
     @pytest.mark.parametrize("change", CHANGES)
     def test_changed_module_is_noticed(self, change: str) -> None:
         module = _Body()
