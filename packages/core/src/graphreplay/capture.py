@@ -143,7 +143,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
-    observer = Observer(storage_ids(given), before)
+    observer = Observer(store.device, storage_ids(given), before)
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
@@ -166,7 +166,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     try:
         with body_error_wins(store.capture_context), attributes_kept(watch.modules):
             with store._warmup_stream():
-                with _Phase("warm-up 1 under the host-sync probe"), store._sync_probe(), observer:
+                with _Phase("warm-up 1 under the host-sync probe"), store._sync_probe(), observer.watching():
                     forward()
                 for iteration in range(1, store.warmup_iters):
                     with _Phase(f"warm-up {iteration + 1}"):

@@ -330,7 +330,8 @@ class GraphedForward(GraphStore):
             kwargs = clone_static(request.kwargs)
         except UnsupportedLeafError:
             return  # the capture will say so
-        with quiet_capture(self.device), Observer(storage_ids(tensors(kwargs)), before):
+        observer = Observer(self.device, storage_ids(tensors(kwargs)), before)
+        with quiet_capture(self.device), observer.watching():
             try:
                 self.module(**kwargs)
             finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Observer(OpMode):
     """Records what one forward reads and writes outside itself.
 
     Args:
+        device: where the forward computes.
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
 
@@ -57,8 +59,9 @@ class Observer(OpMode):
             storage, drew no random numbers and ran no collective.
     """
 
-    def __init__(self, static: Iterable[int], snapshot: Snapshot) -> None:
+    def __init__(self, device: torch.device, static: Iterable[int], snapshot: Snapshot) -> None:
         super().__init__()
+        self._device = device
         self.outside: dict[int, Tensor] = {}
         self.written: set[int] = set()
         self.repeatable = True
@@ -67,6 +70,22 @@ class Observer(OpMode):
         # Ids only: holding on to every intermediate would multiply the forward's memory. An id that is reused after
         # its storage died belongs to another intermediate.
         self._inside: set[int] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Surrounds the forward."""
+        # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
+        before = self._generator_states()
+        with self:
+            yield
+        if any(not torch.equal(a, b) for a, b in zip(before, self._generator_states(), strict=True)):
+            self.repeatable = False
+
+    def _generator_states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
@@ -82,11 +101,12 @@ class Observer(OpMode):
                 if storage not in self._static:
                     self._snapshot.add(tensor)
                     self.repeatable = False
-        if torch.Tag.nondeterministic_seeded in op.tags or op.namespace != "aten":
+        if op.namespace != "aten":
             self.repeatable = False  # operators of others, collectives among them, may do anything
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
                 self._snapshot.add_generator(generator)
+                self.repeatable = False
         result = op(*args, **kwargs)
         for tensor in tensor_args((result,), {}):
             storage = tensor.untyped_storage()._cdata
