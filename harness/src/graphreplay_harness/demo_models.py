@@ -69,8 +69,8 @@ class PromptEncoder(nn.Module):
             The embedding of each token, [1, MAX_TOKENS, text_width], zero past the last one, and their mean,
             [1, 1, summary_width], both in the dtype of the weights.
         """
-        # A mask that is ready to use. Left to itself, transformers makes one by ways that depend on whether a capture is
-        # going on, and with them other attention kernels, so that a graph would differ from eager by rounding.
+        # A mask that is ready to use. Left to itself, transformers makes one, or none, depending on whether a capture
+        # is going on, and with it another attention kernel runs: the graph would differ from eager by rounding.
         tokens = input_ids.shape[1]
         everything = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=input_ids.device)
         hidden = self.bert(input_ids=input_ids, attention_mask=everything).last_hidden_state

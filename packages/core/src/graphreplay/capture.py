@@ -166,7 +166,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     try:
         with body_error_wins(store.capture_context), attributes_kept(watch.modules):
             with store._warmup_stream():
-                with _Phase("warm-up 1 under the host-sync probe"), store._sync_probe(), observer.watching():
+                with _Phase("warm-up 1 under the host-sync probe"), observer.watching(), store._sync_probe():
                     forward()
                 for iteration in range(1, store.warmup_iters):
                     with _Phase(f"warm-up {iteration + 1}"):
