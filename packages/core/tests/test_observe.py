@@ -115,7 +115,7 @@ _generator = torch.Generator().manual_seed(1)
 @pytest.mark.parametrize(
     ("forward", "repeatable"),
     [
-        (lambda x: x @ rows(8), True),
+        (lambda x: x @ x.t(), True),
         (lambda x: x.add_(1), True),  # a static input, which the next call stages anew
         (lambda x: nn.functional.dropout(x, 0.5, training=False), True),
         (lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]), True),
