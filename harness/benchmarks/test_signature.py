@@ -15,8 +15,15 @@ class PackedLayout:
 
 
 @pytest.fixture
+def flat():
+    """15 tensors and 5 scalars."""
+    tensors = {f"t{number}": torch.ones(4, 8) for number in range(15)}
+    return {**tensors, "seq_len": 207, "max_seqlen": 256, "scale": 1.5, "mask": None, "causal": True}
+
+
+@pytest.fixture
 def kwargs():
-    """15 tensors and 5 scalars, as a diffusion transformer over packed rows takes them."""
+    """15 tensors, 5 scalars and a layout, as a diffusion transformer over packed rows takes them."""
     tensors = {f"t{number}": torch.ones(4, 8) for number in range(13)}
     return {
         **tensors,
@@ -34,7 +41,11 @@ def forward(*, t0, t1, **_):
     return t0 + t1
 
 
-def test_kwargs_signature(benchmark, kwargs):
+def test_flat_signature(benchmark, flat):
+    assert benchmark(kwargs_signature, flat) == kwargs_signature(dict(reversed(flat.items())))
+
+
+def test_nested_signature(benchmark, kwargs):
     assert benchmark(kwargs_signature, kwargs) == kwargs_signature(dict(reversed(kwargs.items())))
 
 
