@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +13,34 @@ from torch.utils._device import DeviceContext
 
 _FP32_BACKENDS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 
+# Switches that choose kernels, each read by one C call.
+_SWITCHES: tuple[Callable[[], Any], ...] = (
+    torch.get_default_dtype,
+    torch.are_deterministic_algorithms_enabled,
+    torch.is_deterministic_algorithms_warn_only_enabled,
+    *(partial(torch._C._get_fp32_precision_getter, backend, op) for backend, op in _FP32_BACKENDS),
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_fp16_accumulation,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+    lambda: tuple(torch._C._get_sdp_priority_order()),
+    torch._C._get_blas_preferred_backend,
+    torch._C._get_linalg_preferred_backend,
+    torch.backends.mha.get_fastpath_enabled,
+)
+
 
 def ambient_state(device_type: str) -> tuple[Any, ...]:
-    """A key over grad and inference mode, autocast, default dtype and device, determinism, precision, SDPA switches.
+    """A key over grad and inference mode, autocast, default dtype and device, and the switches that choose kernels
+    (determinism, precision, attention, libraries).
 
     Two calls under equal states run the same kernels on the same inputs.
     """
@@ -22,19 +49,8 @@ def ambient_state(device_type: str) -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        *[torch._C._get_fp32_precision_getter(backend, op) for backend, op in _FP32_BACKENDS],
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
         _default_device() if torch._C._len_torch_function_stack() else None,
+        *[read() for read in _SWITCHES],
     )
 
 

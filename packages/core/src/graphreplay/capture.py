@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from graphreplay.attributes import attributes_kept
 from graphreplay.entry import Entry
@@ -180,6 +181,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         output_leaves = tensors(outputs, "output")
         touched = (*observer.outside.values(), *observer.written_static(given), *output_leaves)
         _check_devices(touched, store.device)
+        _check_weights(observer.outside, watch)
     except BaseException:
         graph.reset()
         raise
@@ -188,6 +190,16 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
             watch.add(f"of shape {tuple(tensor.shape)} from outside the module", tensor)
     written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
     return Entry(graph, inputs, written, observer.repeatable, outputs, output_leaves, request.options.keep_alive)
+
+
+def _check_weights(outside: dict[int, Tensor], watch: ModuleWatch) -> None:
+    for storage, tensor in outside.items():
+        if isinstance(tensor, Parameter) and storage not in watch.storage_ids:
+            raise UnsupportedLeafError(
+                "forward",
+                f"it reads a parameter of shape {tuple(tensor.shape)} of a module that cannot be found from it, and so "
+                "not be watched; wrap the module itself",
+            )
 
 
 def _check_devices(touched: Iterable[Tensor], device: torch.device) -> None:

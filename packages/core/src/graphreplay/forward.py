@@ -51,7 +51,9 @@ class GraphedForward(GraphStore):
         module: an ``nn.Module`` or any callable that takes keywords only.
         device: where the module and its tensor kwargs live.
         max_entries: how many graphs to keep, at least 1; the least recently used goes first.
-        max_bytes: bytes of graph memory to keep (static inputs included), or None for no such bound.
+        max_bytes: bytes to keep, as ``stats()`` counts them, or None for no such bound: static inputs, and what each
+            capture added to the pool. What an evicted graph leaves in its pool serves later captures, and goes back to
+            the device with the pool's last graph.
         warmup_iters: forwards before a capture, at least 1; the last one runs under the host-sync probe.
         group: the process group whose collectives the forward runs. Ranks do not agree on captures in this version, so
             a group of more than one rank runs eagerly.
@@ -85,12 +87,14 @@ class GraphedForward(GraphStore):
     ) -> None:
         if not callable(module):
             raise ConfigurationError(f"module must be callable, not a {type(module).__name__}")
-        if max_entries < 1:
-            raise ConfigurationError(f"max_entries must be at least 1, not {max_entries}; use enabled=False for none")
-        if max_bytes is not None and max_bytes < 1:
-            raise ConfigurationError(f"max_bytes must be at least 1 or None, not {max_bytes}")
-        if warmup_iters < 1:
-            raise ConfigurationError(f"warmup_iters must be at least 1, not {warmup_iters}")
+        bounds = {"max_entries": max_entries, "warmup_iters": warmup_iters}
+        if max_bytes is not None:
+            bounds["max_bytes"] = max_bytes
+        for bound, value in bounds.items():
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(
+                    f"{bound} must be an int of at least 1, not {value!r}; enabled=False turns graphs off"
+                )
         if capture_context is not None and not callable(capture_context):
             raise ConfigurationError("capture_context must be a callable that returns a context manager")
         self.module = module
@@ -129,7 +133,8 @@ class GraphedForward(GraphStore):
 
         Args:
             variant: anything with a signature that names module state which the kwargs do not show (LoRA on or off).
-            keep_alive: objects whose tensors the forward reads by address; they live as long as the graph.
+            keep_alive: objects whose tensors the forward reads by address; they live as long as the graph that this
+                call captures. Where other objects mean other results, name them in ``variant`` too.
             pin: exempt the graph of this call from eviction.
 
         Raises:
@@ -153,10 +158,15 @@ class GraphedForward(GraphStore):
     def prepare(
         self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False, **kwargs: Any
     ) -> bool:
-        """Captures the graph for such a call without making one; kwargs, buffers and generators end as they were.
+        """Captures the graph for such a call without making one; kwargs, buffers and torch's generators end as they
+        were. Grad mode, autocast and the like are part of the key: prepare under those of the calls to come.
 
         Returns:
             Whether a graph is there now. If not, ``stats()`` says why.
+
+        Raises:
+            UnsupportedLeafError: ``variant`` has no stable value.
+            Exception: whatever the forward itself raises.
         """
         return self._prepare(kwargs, CallOptions(variant, tuple(keep_alive), pin))
 
@@ -189,7 +199,9 @@ class GraphedForward(GraphStore):
                 return answer.outputs
             if answer is None:
                 result = self.module(**kwargs)
-                self._capture(request)
+                # The forward may have called, disabled or closed this very wrapper.
+                if self.enabled and not self._closed and self._cache.get(request.key) is None:
+                    self._capture(request)
                 return result
         return self._eager(kwargs, answer)
 
@@ -222,7 +234,8 @@ class GraphedForward(GraphStore):
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
-        if self.disabled_reason is not None:  # by another thread, while this one waited for its turn
+        self._check_usable()  # another thread may have closed or disabled it, while this one waited for its turn
+        if self.disabled_reason is not None:
             return self.disabled_reason
         entry = self._cache.get(request.key)
         if entry is None or not entry.repeatable:
@@ -254,8 +267,7 @@ class GraphedForward(GraphStore):
         """Drops all graphs if the module has changed since they were captured, and says what changed."""
         changed = self._watched().changed()
         if changed is not None:
-            self._cache.clear()
-            self._watch = None
+            self._clear()
         return changed
 
     def _missed(self, request: Request, changed: str | None) -> str | None:

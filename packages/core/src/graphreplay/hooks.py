@@ -17,6 +17,8 @@ class BackendHooks:
     """``_graphs_supported``, ``_warmup_stream`` and ``_capture_graph`` come from the platform; the rest has defaults.
     As they stand they describe a platform without graphs."""
 
+    module: Callable[..., Any]
+    """The forward that is wrapped."""
     device: torch.device
     name: str
     pool: GraphPool
@@ -60,6 +62,9 @@ class BackendHooks:
     def _take_turn(self) -> None:
         """Orders the coming work on the current stream after the last work on the pool, whichever stream ran it. Called
         with the pool's lock held."""
+
+    def _release_memory(self) -> None:
+        """Gives memory back that graphs of the pool held and none holds any more. Called after many were dropped."""
 
     def _range(self, phase: str) -> AbstractContextManager[Any]:
         """A profiler range around one phase of a call; used on request only."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphreplay.errors import CaptureError
+from graphreplay.errors import UnsupportedLeafError
 
 
 class HostRandom:
@@ -33,7 +33,7 @@ class HostRandom:
         """Puts Python's and NumPy's generators back to where they were, if the forward draws from them.
 
         Raises:
-            CaptureError: there is such a generator.
+            UnsupportedLeafError: there is such a generator. Such a call is not captured; others may be.
         """
         if not self._drawn:
             return
@@ -41,9 +41,10 @@ class HostRandom:
             random.setstate(self._start["random"])
         if "numpy.random" in self._drawn:
             sys.modules["numpy"].random.set_state(_unhashed(self._start["numpy.random"]))
-        raise CaptureError(
-            f"the forward draws from {' and '.join(sorted(self._drawn))}, whose numbers a replay would repeat; "
-            "draw with torch on the device"
+        raise UnsupportedLeafError(
+            "forward",
+            f"it draws from {' and '.join(sorted(self._drawn))}, whose numbers a replay would repeat; "
+            "draw with torch on the device",
         )
 
     def _states(self) -> dict[str, Any]:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from graphreplay.errors import CaptureError
 from graphreplay.opmode import OpMode, tensor_args, written_args
 from graphreplay.storage import byte_view
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class Snapshot:
@@ -101,8 +104,10 @@ class Observer(OpMode):
                 if storage not in self._static:
                     self._snapshot.add(tensor)
                     self.repeatable = False
+        if op.namespace in _COLLECTIVES and torch.distributed.get_world_size() > 1:
+            raise CaptureError("the forward runs collectives, and ranks do not agree on captures in this version")
         if op.namespace != "aten":
-            self.repeatable = False  # operators of others, collectives among them, may do anything
+            self.repeatable = False  # operators of others may do anything
         for generator in kwargs.values():
             if isinstance(generator, torch.Generator):
                 self._snapshot.add_generator(generator)

@@ -22,16 +22,6 @@ from graphreplay.weights import ModuleWatch
 MAX_REFUSED = 1024
 """Keys that are remembered as not graphable; the oldest goes first."""
 
-_forks = 0
-
-
-def _note_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
 
 class GraphStore(BackendHooks):
     """The graphs of one wrapper with all that is known about them. Methods that change it hold the pool's lock."""
@@ -39,8 +29,6 @@ class GraphStore(BackendHooks):
     disabled_reason: str | None
     """Why calls run eagerly from now on, or None."""
 
-    module: Callable[..., Any]
-    """The forward that is wrapped."""
     warmup_iters: int
     capture_context: Callable[[], AbstractContextManager[Any]]
     flatten: Callable[[Any], tuple[Signature, list[Tensor]]]
@@ -53,7 +41,7 @@ class GraphStore(BackendHooks):
         self._churn = ChurnGuard()
         self._last: Signature | None = None
         self._stats = Stats(self.name)
-        self._born = _forks
+        self._process = os.getpid()
         self._closed = False
 
     @property
@@ -131,7 +119,7 @@ class GraphStore(BackendHooks):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError(f"{self.name} was closed; build another GraphedForward")
-        if self._born != _forks:
+        if self._process != os.getpid():
             raise ForkedError(
                 f"{self.name} was built before this process was forked, and device graphs do not survive a fork; build "
                 "another GraphedForward in this process"
@@ -142,11 +130,17 @@ class GraphStore(BackendHooks):
         watch = self._watch
         if watch is None or fresh:
             with self.pool.lock:
-                if self._watch is None or (fresh and self._watch.changed()):
-                    self._cache.clear()
+                if self._watch is not None and fresh and self._watch.changed():
+                    self._clear()
+                if self._watch is None:
                     self._watch = ModuleWatch(self.module)
                 watch = self._watch
         return watch
+
+    def _clear(self) -> None:
+        self._cache.clear()
+        self._watch = None
+        self._release_memory()
 
     def _what_is_new(self, signature: Signature) -> str:
         if self._last is None:
@@ -161,8 +155,7 @@ class GraphStore(BackendHooks):
         logger.warning("%s does not capture such a call: %s", self.name, reason)
 
     def _drop_graphs(self) -> None:
-        self._cache.clear()
+        self._clear()
         self._refused.clear()
         self._churn = ChurnGuard()
-        self._watch = None
         self._last = None

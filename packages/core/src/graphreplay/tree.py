@@ -97,13 +97,20 @@ def replace_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
 
     Values and dataclasses without tensors are passed on as the same objects.
     """
-    cls = type(tree)
-    if cls in TENSOR_TYPES:
-        return next(new)
-    container = container_of(cls)
-    if container is None:
-        return tree
-    if container.is_record and not tensors(tree):
-        return tree
-    _, _, values = container.children(tree)
-    return container.rebuild(tree, [replace_tensors(value, new) for value in values])
+    taken = 0
+
+    def node(obj: Any) -> Any:
+        nonlocal taken
+        cls = type(obj)
+        if cls in TENSOR_TYPES:
+            taken += 1
+            return next(new)
+        container = container_of(cls)
+        if container is None:
+            return obj
+        _, _, values = container.children(obj)
+        before = taken
+        rebuilt = [node(value) for value in values]
+        return obj if container.is_record and taken == before else container.rebuild(obj, rebuilt)
+
+    return node(tree)

@@ -6,18 +6,19 @@ capture. In-place updates of weights show in replays by themselves; everything e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from operator import is_, methodcaller
+from operator import attrgetter, is_, methodcaller
 from types import CellType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
+from graphreplay.hooks import BackendHooks
 from graphreplay.tree import TENSOR_TYPES
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -26,7 +27,13 @@ _GLOBAL_HOOKS = (
     global_hooks._global_forward_pre_hooks,
     global_hooks._global_backward_hooks,
 )
-_STRUCTURE = ("weights or submodules", "training modes", "hooks", "forward methods")
+_STRUCTURE = (
+    "weights or submodules",
+    "tensors or graphed forwards among its attributes",
+    "training modes",
+    "hooks",
+    "classes or forward methods",
+)
 
 
 class ModuleWatch:
@@ -38,15 +45,21 @@ class ModuleWatch:
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
-        self._roots = modules_behind(forward)
-        self.modules: list[tuple[str, nn.Module]] = [pair for root in self._roots for pair in root.named_modules()]
+        roots = modules_behind(forward)
+        roots = [*roots, *(module for root in roots for module in _nested(root))]
+        self.modules: list[tuple[str, nn.Module]] = [pair for root in roots for pair in root.named_modules()]
         self._members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
         self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
+        self._bound = [(m.__dict__, key) for _, m in self.modules for key, v in m.__dict__.items() if _is_bound(v)]
+        self._bare = [m for _, m in self.modules]
+        self._states = [m.__dict__ for _, m in self.modules]
         self._structure = self._structure_now()
-        self._tensors: list[tuple[str, Tensor, _Place]] = []
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._places: list[list[Any]] = [[] for _ in _PLACE]
         self._storages: list[torch.UntypedStorage] = []
-        self.storage_ids: set[int] = set()
         self._lazy: list[tuple[str, Tensor]] = []
+        self.storage_ids: set[int] = set()
         self.refusal: str | None = None
         """Why the modules cannot be watched, and so not be captured, or None."""
         for prefix, m in self.modules:
@@ -54,7 +67,7 @@ class ModuleWatch:
                 path = f"{prefix}.{name}" if prefix else name
                 if is_lazy(tensor):
                     self._lazy.append((path, tensor))
-                elif type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided:
+                elif not _is_plain(tensor):
                     what = f"a {type(tensor).__name__} of layout {tensor.layout}"
                     self.refusal = f"weight {path} is {what}, whose memory cannot be watched"
                 else:
@@ -66,20 +79,26 @@ class ModuleWatch:
         if storage._cdata not in self.storage_ids:
             self.storage_ids.add(storage._cdata)
             self._storages.append(storage)
-        self._tensors.append((name, tensor, _place(tensor)))
+        self._names.append(name)
+        self._tensors.append(tensor)
+        for places, value in zip(self._places, (read(tensor) for read in _PLACE), strict=True):
+            places.append(value)
 
     @property
     def buffers(self) -> list[Tensor]:
-        return [t for _, m in self.modules for t in m._buffers.values() if type(t) in TENSOR_TYPES]  # type: ignore[misc]
+        return [t for _, m in self.modules for t in m._buffers.values() if t is not None and _is_plain(t)]
 
     def requires_grad(self) -> bool:
-        return any(tensor.requires_grad for _, tensor, _ in self._tensors)
+        return any(tensor.requires_grad for tensor in self._tensors)
 
     def changed(self) -> str | None:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
-        for name, tensor, place in self._tensors:
-            if (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != place:
-                return f"weight {name} moved to other memory, or is seen with another shape, strides or dtype"
+        if self._places_now() != self._places:
+            moved = zip(
+                self._names, zip(*self._places_now(), strict=True), zip(*self._places, strict=True), strict=True
+            )
+            name = next(name for name, now, was in moved if now != was)
+            return f"weight {name} moved to other memory, or is seen with another shape, strides or dtype"
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"weight {name} was initialized"
@@ -89,23 +108,38 @@ class ModuleWatch:
                 return f"the module has other {what} than at capture"
         return None
 
+    def _places_now(self) -> list[list[Any]]:
+        return [list(map(read, self._tensors)) for read in _PLACE]
+
     def _structure_now(self) -> tuple[list[Any], ...]:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
         to them, so that no address is reused."""
         return (
-            [*modules_behind(self._forward), *chain.from_iterable(map(_values, self._members))],
-            [m.training for _, m in self.modules],
+            [*modules_behind(self._forward), *chain.from_iterable(map(_values, filter(None, self._members)))],
+            [state.get(key) for state, key in self._bound],
+            list(map(_training, self._bare)),
             list(chain.from_iterable(map(_values, filter(None, self._hooks)))),
-            [m.__dict__.get("forward") for _, m in self.modules],
+            [*map(_own_forward, self._states), *map(type, self._bare)],
         )
 
 
-_values = methodcaller("values")
-_Place: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+_values, _own_forward, _training = methodcaller("values"), methodcaller("get", "forward"), attrgetter("training")
+_PLACE: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    attrgetter("shape"),
+    attrgetter("dtype"),
+)
+"""Where a tensor lies and how it is seen, each read by one C call."""
 
 
-def _place(tensor: Tensor) -> _Place:
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+def _is_bound(value: Any) -> bool:
+    """Whether an attribute's graphs are stale once it is bound to something else."""
+    return isinstance(value, Tensor | BackendHooks)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in TENSOR_TYPES and value.layout is torch.strided
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -114,22 +148,42 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def modules_behind(forward: Any) -> list[nn.Module]:
-    """The modules whose state a forward reads: itself, the one that it is a method of, those that a partial, a closure
-    or a default holds, and those that a function names among its globals."""
-    if isinstance(forward, nn.Module):
-        return [forward]
+    """The modules whose state a forward reads: itself, the one that it is a method of, the one that it graphs, those
+    that a partial, a closure or a default holds, and those that a function names among its globals."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    pending = [forward]
+    while pending:
+        obj = pending.pop()
+        if isinstance(obj, nn.Module):
+            found.append(obj)
+        elif id(obj) not in seen:  # a closure may hold the very wrapper that graphs it
+            seen.add(id(obj))
+            pending += _held_by(obj)
+    return found
+
+
+def _held_by(forward: Any) -> list[Any]:
+    if isinstance(forward, BackendHooks):
+        return [forward.module]
     if isinstance(forward, partial):
-        held = [forward.func, *forward.args, *forward.keywords.values()]
-    elif isinstance(forward, MethodType):
-        held = [forward.__self__, forward.__func__]
-    elif isinstance(forward, FunctionType):
-        cells = [cell.cell_contents for cell in forward.__closure__ or () if cell != _EMPTY_CELL]
-        named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
-        held = [*cells, *named, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
-        held = [obj for obj in held if isinstance(obj, nn.Module | partial | MethodType)]
-    else:
+        return [forward.func, *forward.args, *forward.keywords.values()]
+    if isinstance(forward, MethodType):
+        return [forward.__self__, forward.__func__]
+    if not isinstance(forward, FunctionType):
         return []
-    return [module for obj in held for module in modules_behind(obj)]
+    cells = [cell.cell_contents for cell in forward.__closure__ or () if cell != _EMPTY_CELL]
+    named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+    held = [*cells, *named, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
+    return [obj for obj in held if isinstance(obj, nn.Module | partial | MethodType | BackendHooks)]
+
+
+def _nested(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules that graphed forwards among the attributes of a module wrap."""
+    for module in root.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, BackendHooks):
+                yield from modules_behind(value)
 
 
 _EMPTY_CELL = CellType()

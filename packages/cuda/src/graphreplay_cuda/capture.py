@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,10 @@ _failed_graphs: list[torch.cuda.CUDAGraph] = []
 """Graphs whose ``capture_end`` raised. torch (2.11 at least) keeps a raw pointer to such a graph in its pinned-memory
 allocator and crashes when the graph is reset or destroyed, so they live as long as the process: a few hundred bytes
 each, their device memory is given back."""
+
+
+_deferred: list[tuple[torch.cuda.CUDAGraph, PoolState]] = []
+"""Graphs that were let go inside a capture of someone else, which freeing them would break."""
 
 
 class PoolState:
@@ -29,15 +34,19 @@ class PoolState:
 
     def enter(self) -> Any:
         """The memory pool for one more graph. torch drops a pool with its last graph; then the next opens another."""
+        free_deferred()
         if self._graphs == 0:
             self._handle = torch.cuda.graph_pool_handle()
         self._graphs += 1
         return self._handle
 
     def leave(self) -> None:
-        """One graph is gone. With the last one the pool's memory goes back to the device: nobody else can use it."""
+        """One graph is gone."""
         self._graphs -= 1
-        if self._graphs == 0:
+
+    def release(self) -> None:
+        """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
+        if self._graphs == 0 and not torch.cuda.is_current_stream_capturing():
             torch.cuda.empty_cache()
 
 
@@ -49,13 +58,24 @@ class CapturedGraph:
         self.replay = graph.replay
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool = pool
+        self._process = os.getpid()
 
     def reset(self) -> None:
-        if self._graph is not None:
-            self._pool.last_stream.synchronize()
-            self._graph.reset()
-            self._graph = None
-            self._pool.leave()
+        graph, self._graph = self._graph, None
+        if graph is None or self._process != os.getpid():  # a forked child has no device to free it on
+            return
+        _deferred.append((graph, self._pool))
+        if not torch.cuda.is_current_stream_capturing():
+            free_deferred()
+
+
+def free_deferred() -> None:
+    """Frees what could not be freed when it was let go."""
+    while _deferred:
+        graph, pool = _deferred.pop()
+        pool.last_stream.synchronize()
+        graph.reset()
+        pool.leave()
 
 
 def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedGraph, Any]:
@@ -72,20 +92,19 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedGraph,
     """
     device, stream = pool.device, pool.capture_stream
     stream.wait_stream(torch.cuda.current_stream(device))
+    handle = pool.enter()
     reserved = torch.cuda.memory_reserved(device)
-    graph, handle = torch.cuda.CUDAGraph(), pool.enter()
+    graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            ending = False
             try:
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                 outputs = forward()
-            except BaseException:
-                _abandon(graph, device, handle)
-                raise
-            try:
+                ending = True
                 _end(graph)
-            except BaseException:
-                _mend(graph, device, handle)
+            except BaseException as error:
+                _abandon(graph, device, handle, error, ended=ending)
                 raise
     except BaseException:
         pool.leave()
@@ -96,18 +115,27 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedGraph,
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an empty graph is fine: its outputs are inputs or constants
+        # An empty graph is fine: its outputs are inputs or constants.
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()
 
 
-def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> None:
-    """Ends a capture whose forward raised. Whatever goes wrong here, the forward's error is the one to tell."""
+def _abandon(
+    graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any, error: BaseException, *, ended: bool
+) -> None:
+    """Cleans up after a capture that failed with this error, which stays the one to tell whatever goes wrong here."""
     try:
-        _end(graph)
-    except RuntimeError:
+        if not ended:
+            try:
+                _end(graph)
+            except RuntimeError as also:
+                error.add_note(f"and ending the capture raised {also}")
+            else:
+                graph.reset()
+                return
         _mend(graph, device, handle)
-    else:
-        graph.reset()
+    except RuntimeError as also:
+        error.add_note(f"and cleaning up raised {also}")
 
 
 def _mend(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,8 +56,17 @@ class CUDAGraphedForward(GraphedForward):
             current.wait_stream(state.last_stream)
             state.last_stream = current
 
-    def _range(self, phase: str) -> AbstractContextManager[Any]:
-        return torch.cuda.nvtx.range(f"{self.name}: {phase}")
+    def _release_memory(self) -> None:
+        if self.pool.backend is not None:
+            self._pool_state.release()
+
+    @contextmanager
+    def _range(self, phase: str) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(f"{self.name}: {phase}")
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     @property
     def _pool_state(self) -> PoolState:
