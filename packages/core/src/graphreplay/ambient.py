@@ -49,14 +49,9 @@ def ambient_state(device_type: str) -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
-        _default_device() if torch._C._len_torch_function_stack() else None,
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,  # it is a mode
         *[read() for read in _SWITCHES],
     )
-
-
-def _default_device() -> torch.device | None:
-    """The device of ``torch.set_default_device``, which is a function mode."""
-    return next((mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)), None)
 
 
 def eager_only() -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from graphreplay.errors import GraphReplayWarning
+from graphreplay.stats import logger
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -117,13 +118,15 @@ class LRUCache(Generic[K, V]):
             self.evictions += 1
         if self._over() and self._pinned and not self._warned:
             self._warned = True
-            warnings.warn(
+            message = (
                 f"{len(self._slots)} graphs, {self._pinned} of them pinned, hold {self._nbytes} bytes, above "
                 f"max_entries={self.max_entries} or max_bytes={self.max_bytes}. Pinned graphs are kept; raise the "
-                "bound, or unpin() what is no longer visited.",
-                GraphReplayWarning,
-                stacklevel=2,
+                "bound, or unpin() what is no longer visited."
             )
+            try:
+                warnings.warn(message, GraphReplayWarning, stacklevel=2)
+            except GraphReplayWarning:  # under -W error; the call in hand must not lose its result by it
+                logger.warning(message)
 
     def _drop(self, key: K) -> None:
         slot = self._slots.pop(key)

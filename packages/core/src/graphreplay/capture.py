@@ -139,7 +139,10 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         PhaseError: anything else, with the phase in which it happened.
     """
     with _Phase("clone"):
-        static = clone_static(request.kwargs)
+        try:
+            static = clone_static(request.kwargs)
+        except NotImplementedError as error:  # a dtype that torch can hold and not copy
+            raise UnsupportedLeafError("kwargs", str(error)) from error
     given = tensors(static)
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
@@ -165,7 +168,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
 
     check_containers(static)  # the caller's own, as the eager forward left them
     try:
-        with body_error_wins(store.capture_context), attributes_kept(watch.modules):
+        with body_error_wins(store.capture_context), attributes_kept(watch.modules), watch.kept(given):
             with store._warmup_stream():
                 with _Phase("warm-up 1 under the host-sync probe"), observer.watching(), store._sync_probe():
                     forward()
@@ -182,6 +185,9 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         touched = (*observer.outside.values(), *observer.written_static(given), *output_leaves)
         _check_devices(touched, store.device)
         _check_weights(observer.outside, watch)
+        made = [t for t in (*given, *output_leaves) if t.untyped_storage()._cdata not in watch.storage_ids]
+        if any(tensor.requires_grad for tensor in made):
+            raise UnsupportedLeafError("forward", "it turns gradients on, which a graph would lose")
     except BaseException:
         graph.reset()
         raise

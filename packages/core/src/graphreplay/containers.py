@@ -68,11 +68,11 @@ def _record_children(field_names: tuple[str, ...]) -> Callable[[Any], tuple[Name
 
     def children(obj: Any) -> tuple[Names, Names, list[Any]]:
         # What was put on the instance beside its fields (a cached property, say) may be a tensor as well.
-        extra = sorted(set(getattr(obj, "__dict__", ())) - known)
+        extra = sorted(set(getattr(obj, "__dict__", ())) - known - {"__orig_class__"})  # which Generic leaves there
         names = field_names + tuple(extra)
         try:
             return names, names, [getattr(obj, name) for name in names]
-        except AttributeError as error:
+        except Exception as error:  # whatever a property or descriptor of theirs raises
             raise Refused(f"a {type_name(type(obj))} without one of its fields ({error})") from None
 
     return children

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from graphreplay.storage import CopyPlan, overlap_across_storages
-from graphreplay.tree import replace_tensors
+from graphreplay.tree import check_rebuilt, replace_tensors
 
 
 class Graph(Protocol):
@@ -53,7 +53,9 @@ class Entry:
         self._staging = CopyPlan(inputs)
         self._written = written
         self._write_back = CopyPlan([inputs[position] for position in written])
-        self._outputs = outputs
+        # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
+        self._outputs = replace_tensors(outputs, iter(output_leaves), share_records=False)
+        check_rebuilt(self._outputs, output_leaves, "output")
         self._output_leaves = output_leaves
         self._handing_out = CopyPlan(output_leaves)
         self._keep_alive = keep_alive
@@ -79,7 +81,8 @@ class Entry:
         if self._written:
             positions = self._written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
-        return replace_tensors(self._outputs, iter(self._handing_out.clone(self._output_leaves)))
+        leaves = self._handing_out.clone(self._output_leaves)
+        return replace_tensors(self._outputs, iter(leaves), share_records=False)
 
     def free(self) -> None:
         """Frees the graph and, with this entry, the memory around it."""

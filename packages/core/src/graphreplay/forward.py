@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from graphreplay.ambient import ambient_state, eager_only
-from graphreplay.capture import build_entry, capturing_here, describe, quiet_capture
+from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture
 from graphreplay.devices import parse_device
 from graphreplay.entry import Entry
 from graphreplay.errors import ConfigurationError, PositionalArgumentError, UnsupportedLeafError
@@ -95,6 +95,8 @@ class GraphedForward(GraphStore):
                 raise ConfigurationError(
                     f"{bound} must be an int of at least 1, not {value!r}; enabled=False turns graphs off"
                 )
+        if pool is not None and not isinstance(pool, GraphPool):
+            raise ConfigurationError(f"pool must be a GraphPool, not a {type(pool).__name__}")
         if capture_context is not None and not callable(capture_context):
             raise ConfigurationError("capture_context must be a callable that returns a context manager")
         self.module = module
@@ -148,12 +150,12 @@ class GraphedForward(GraphStore):
                 f"{self.name} takes keyword arguments only, {len(args)} positional given; "
                 "write graphed(x=x) in place of graphed(x)"
             )
-        return self._call(kwargs, CallOptions(variant, tuple(keep_alive), pin))
+        return self._call(kwargs, CallOptions(variant, keep_alive, pin))
 
     def options(self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False) -> BoundForward:
         """The same calls with these options bound, for forwards whose own kwargs have one of the three names:
         ``graphed.options(pin=True)(pin=tensor)``."""
-        return BoundForward(self, CallOptions(variant, tuple(keep_alive), pin))
+        return BoundForward(self, CallOptions(variant, keep_alive, pin))
 
     def prepare(
         self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False, **kwargs: Any
@@ -168,7 +170,7 @@ class GraphedForward(GraphStore):
             UnsupportedLeafError: ``variant`` has no stable value.
             Exception: whatever the forward itself raises.
         """
-        return self._prepare(kwargs, CallOptions(variant, tuple(keep_alive), pin))
+        return self._prepare(kwargs, CallOptions(variant, keep_alive, pin))
 
     def unpin(self, *, variant: Any = None, **kwargs: Any) -> bool:
         """Makes the graph of such a call evictable. Returns False if there is none."""
@@ -184,7 +186,7 @@ class GraphedForward(GraphStore):
         self._check_usable()
         if capturing_here() or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
-            with self.capture_context():
+            with body_error_wins(self.capture_context):
                 return self._eager(kwargs, "called inside another capture")
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
@@ -205,12 +207,15 @@ class GraphedForward(GraphStore):
                 return result
         return self._eager(kwargs, answer)
 
-    def _request(self, kwargs: dict[str, Any], options: CallOptions) -> Request | str:
+    def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
         reason = eager_only()
         if reason is not None:
             return reason
-        variant = None if options.variant is None else flatten(options.variant, "variant")[0]
+        variant, tensor_leaves = flatten(options.variant, "variant")
+        if tensor_leaves:
+            where = path_of(tensor_leaves[0], options.variant, "variant")
+            raise UnsupportedLeafError(where, "a tensor, whose values are no part of a key; pass numbers or strings")
         watch = self._watched()
         if watch.refusal is not None:
             return watch.refusal
@@ -218,6 +223,8 @@ class GraphedForward(GraphStore):
             signature, leaves = self.flatten(kwargs)
             ids = storage_ids(leaves)
             for leaf in leaves:
+                if not leaf.data_ptr() and leaf.numel():
+                    return f"{path_of(leaf, kwargs)} has no memory"
                 if leaf.device != self.device:
                     where = path_of(leaf, kwargs)
                     return f"{where} is on {leaf.device}, and the graphs are on {self.device}; move it there"
@@ -230,7 +237,7 @@ class GraphedForward(GraphStore):
             return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
         key = (signature, ambient_state(self.device.type), sharing, variant)
-        return Request(kwargs, options, signature, leaves, key)
+        return Request(kwargs, options, signature, leaves, key, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
@@ -249,7 +256,13 @@ class GraphedForward(GraphStore):
     def _replay(self, entry: Entry, request: Request) -> Replayed | str | None:
         """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
         with self._marked("replay"):
-            entry.launch(request.leaves)
+            try:
+                entry.launch(request.leaves)
+            except Exception as error:
+                if not entry.repeatable:
+                    raise  # it may have written half of what it writes
+                self.disable(f"replay failed: {describe(error)}")
+                return self.disabled_reason
             # The host looks at the module while the device works. What a repeatable graph has computed from weights
             # that moved is dropped; any other one had to wait for this check.
             changed = self._drop_if_changed() if entry.repeatable else None
@@ -272,7 +285,9 @@ class GraphedForward(GraphStore):
 
     def _missed(self, request: Request, changed: str | None) -> str | None:
         """Counts a miss, or says why such a call is not captured."""
-        reason = self._refused.get(request.key) or self._churn.refusal(request.signature)
+        reason = self._refused.get(request.key)
+        if reason is None and not request.ahead:
+            reason = self._churn.refusal(request.signature)
         if reason is None:
             self._stats.miss(changed or self._what_is_new(request.signature))
         return reason
@@ -300,7 +315,7 @@ class GraphedForward(GraphStore):
             entry.free()
             self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
             return
-        if not request.options.pin:
+        if not request.options.pin and not request.ahead:
             varying = self._churn.captured(request.signature)
             if varying is not None:
                 logger.warning("%s: %s is new on every call; further values of it run eagerly", self.name, varying)
@@ -318,7 +333,7 @@ class GraphedForward(GraphStore):
 
     def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         self._check_usable()
-        request = self.disabled_reason or self._request(kwargs, options)
+        request = self.disabled_reason or self._request(kwargs, options, ahead=True)
         if isinstance(request, str):
             self._stats.miss(f"not prepared: {request}")
             return False

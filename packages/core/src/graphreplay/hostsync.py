@@ -32,6 +32,7 @@ _UNTAGGED = frozenset(
         "aten::bincount",
         "aten::one_hot",
         "aten::histc",
+        "aten::tensor_split",
     }
 )
 # Tensor methods that copy to the host below the dispatcher, or not at all where the device is the CPU.
@@ -42,9 +43,10 @@ _METHODS = {
     Tensor.__array__: "numpy.asarray(tensor)",
     Tensor.__repr__: "printing a tensor",
     Tensor.__format__: "formatting a tensor",
+    Tensor.__dlpack__: "handing a tensor to another library",
 }
 # They read tensors inside lists one by one, below the dispatcher.
-_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new)
 _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MASK_DTYPES = (torch.bool, torch.uint8)
 

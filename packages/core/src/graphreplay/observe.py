@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from graphreplay.errors import CaptureError
-from graphreplay.opmode import OpMode, tensor_args, written_args
+from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
@@ -79,7 +79,7 @@ class Observer(OpMode):
         """Surrounds the forward."""
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
         before = self._generator_states()
-        with self:
+        with uncompiled(), self:
             yield
         if any(not torch.equal(a, b) for a, b in zip(before, self._generator_states(), strict=True)):
             self.repeatable = False
@@ -93,11 +93,11 @@ class Observer(OpMode):
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
             self._inside.add(args[0].untyped_storage()._cdata)
-        for tensor in tensor_args(args, kwargs):
+        for tensor in _with_storage(tensor_args(args, kwargs)):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._inside and storage not in self._static:
                 self.outside.setdefault(storage, tensor)
-        for tensor in written_args(op, args, kwargs):
+        for tensor in _with_storage(written_args(op, args, kwargs)):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._inside:
                 self.written.add(storage)
@@ -113,7 +113,7 @@ class Observer(OpMode):
                 self._snapshot.add_generator(generator)
                 self.repeatable = False
         result = op(*args, **kwargs)
-        for tensor in tensor_args((result,), {}):
+        for tensor in _with_storage(tensor_args((result,), {})):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._static and storage not in self.outside:
                 self._inside.add(storage)
@@ -122,3 +122,8 @@ class Observer(OpMode):
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
+
+
+def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Sparse tensors among a forward's intermediates have none."""
+    return (tensor for tensor in tensors if tensor.layout is torch.strided)

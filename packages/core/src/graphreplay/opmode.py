@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,6 +16,8 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from graphreplay.errors import CaptureError
 
 _LIBRARIES = frozenset({"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "contextlib"})
 """Modules whose frames are no place in a user's forward."""
@@ -40,8 +43,7 @@ class OpMode(TorchDispatchMode, ABC):
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            with self:  # a higher-order operator: its body arrives operator by operator
-                return func(*args, **kwargs)
+            raise CaptureError(f"higher-order operator {func} at {where_now()} runs a body that cannot be observed")
         if torch.is_inference_mode_enabled() and _is_composite(func):
             self._composites += 1
             try:
@@ -66,6 +68,15 @@ def _is_weight_view(result: Any, args: tuple[Any, ...]) -> bool:
         return False
     fresh = not result.requires_grad and not result.is_inference()
     return fresh and result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Runs torch.compile'd code in its body plainly: dynamo cannot compile under a mode, and would give up on the frame
+    for good."""
+    if "torch._dynamo" not in sys.modules:  # then nothing has been compiled, and importing it takes a second
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @cache

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal
-from graphreplay.opmode import tensor_args
+from graphreplay.opmode import tensor_args, uncompiled
 
 
 @dataclass(slots=True)
@@ -109,5 +109,5 @@ class ReferenceGraphedForward(GraphedForward):
     def _capture_graph(self, forward: Callable[[], Any]) -> tuple[RecordedGraph, Any]:
         graph = RecordedGraph()
         # Without the probe's function mode, which would send torch's fused attention layers down their slow path.
-        with _Recorder(graph):
+        with uncompiled(), _Recorder(graph):
             return graph, forward()

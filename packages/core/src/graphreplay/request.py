@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from graphreplay.errors import ConfigurationError
 from graphreplay.signature import Signature
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class CallOptions:
     keep_alive: tuple[Any, ...] = ()
     pin: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.keep_alive) is not tuple:
+            raise ConfigurationError(f"keep_alive must be a tuple of objects, not a {type(self.keep_alive).__name__}")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -46,6 +51,8 @@ class Request:
     """The tensors that are staged, in the order of the tree."""
     key: Hashable
     """Equal for two calls exactly if one graph can serve both."""
+    ahead: bool
+    """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,9 +193,18 @@ def _describe(node: Token) -> str:
         return f"a {node[0].__name__} of {len(node[2])}"
     if node[0] is Tensor:
         dtype, token = node[1]
-        return f"a CPU scalar {source_of(token)} of {dtype}"
-    name, text = node[0].__name__, source_of(node)
+        return f"a CPU scalar {_text(token)} of {dtype}"
+    name, text = node[0].__name__, _text(node)
     return text if node[0] is type(None) or name in text else f"{name} {text}"
+
+
+def _text(token: Token) -> str:
+    """A value in a few words; explaining must never raise, however large or odd the value is."""
+    try:
+        text = source_of(token)
+    except Exception:
+        return f"a {token[0].__name__} without a text"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _show(value: Any) -> str:

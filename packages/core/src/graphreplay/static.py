@@ -9,7 +9,7 @@ import torch
 from graphreplay.errors import TreeMismatchError
 from graphreplay.signature import describe_difference, differences, flatten, is_tensor_node
 from graphreplay.storage import CopyPlan, sharing_pattern, storage_ids
-from graphreplay.tree import path_of, replace_tensors, tensors
+from graphreplay.tree import check_rebuilt, path_of, replace_tensors, tensors
 
 
 def clone_static(tree: Any, root: str = "kwargs") -> Any:
@@ -26,7 +26,10 @@ def clone_static(tree: Any, root: str = "kwargs") -> Any:
     """
     leaves = tensors(tree, root)
     with torch.inference_mode(False), torch.no_grad():
-        return replace_tensors(tree, iter(CopyPlan(leaves).clone(leaves)))
+        copies = CopyPlan(leaves).clone(leaves)
+    static = replace_tensors(tree, iter(copies))
+    check_rebuilt(static, copies, root)
+    return static
 
 
 def copy_into(static: Any, current: Any, root: str = "kwargs") -> int:

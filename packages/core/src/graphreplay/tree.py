@@ -11,7 +11,7 @@ Anything else is refused, since it may hide a tensor or change without showing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ def _check_tensor(tensor: Tensor) -> None:
         raise Refused(f"a tensor of layout {tensor.layout}; only strided tensors have a static copy")
     if tensor.is_quantized:
         raise Refused("a quantized tensor; pass its integer values and scale")
+    if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
+        raise Refused("a tensor whose storage was resized to nothing; bring its values back first")
     if tensor.is_meta:
         raise Refused("a meta tensor; it has no values to copy")
 
@@ -92,10 +94,11 @@ def path_of(leaf: Any, tree: Any, root: str = "kwargs") -> str:
     return next(path for path, other in walk(tree, root) if other is leaf)
 
 
-def replace_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
+def replace_tensors(tree: Any, new: Iterator[Tensor], *, share_records: bool = True) -> Any:
     """The tree rebuilt with each tensor leaf taken from ``new``, in the order of ``walk``.
 
-    Values and dataclasses without tensors are passed on as the same objects.
+    Args:
+        share_records: pass dataclasses without tensors on as the same objects, and do not rebuild them.
     """
     taken = 0
 
@@ -111,6 +114,17 @@ def replace_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
         _, _, values = container.children(obj)
         before = taken
         rebuilt = [node(value) for value in values]
-        return obj if container.is_record and taken == before else container.rebuild(obj, rebuilt)
+        if share_records and container.is_record and taken == before:
+            return obj
+        return container.rebuild(obj, rebuilt)
 
     return node(tree)
+
+
+def check_rebuilt(rebuilt: Any, leaves: Sequence[Tensor], root: str = "kwargs") -> None:
+    """Raises UnsupportedLeafError if a tree that was rebuilt with these tensors holds others: some classes change what
+    they are given."""
+    found = list(walk(rebuilt, root))
+    for (path, leaf), given in zip(((p, x) for p, x in found if type(x) in TENSOR_TYPES), leaves, strict=False):
+        if leaf is not given:
+            raise UnsupportedLeafError(path, "a container around it changes what it is built with")

@@ -6,7 +6,8 @@ capture. In-place updates of weights show in replays by themselves; everything e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
+from graphreplay.attributes import StatefulForwardError
 from graphreplay.hooks import BackendHooks
 from graphreplay.tree import TENSOR_TYPES
 
@@ -98,7 +100,7 @@ class ModuleWatch:
                 self._names, zip(*self._places_now(), strict=True), zip(*self._places, strict=True), strict=True
             )
             name = next(name for name, now, was in moved if now != was)
-            return f"weight {name} moved to other memory, or is seen with another shape, strides or dtype"
+            return f"weight {name} moved to other memory, or has another shape, strides, dtype or requires_grad"
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"weight {name} was initialized"
@@ -107,6 +109,29 @@ class ModuleWatch:
             if len(was) != len(is_now) or not all(map(is_, was, is_now)):
                 return f"the module has other {what} than at capture"
         return None
+
+    @contextmanager
+    def kept(self, more: Sequence[Tensor]) -> Iterator[None]:
+        """Puts watched tensors, and these, back where they were, and refuses a body that moved one (``x.data = y``).
+
+        Raises:
+            StatefulForwardError: the body ran and moved a tensor.
+        """
+        tensors = [*self._tensors, *more]
+        before = [(tensor.detach(), [read(tensor) for read in _PLACE]) for tensor in tensors]
+        moved = None
+        try:
+            yield
+        finally:
+            for position, (tensor, (data, place)) in enumerate(zip(tensors, before, strict=True)):
+                if [read(tensor) for read in _PLACE] != place:
+                    moved = moved or ([*self._names, *["a kwarg"] * len(more)][position])
+                    tensor.data = data
+        if moved:
+            raise StatefulForwardError(
+                f"the forward moves {moved} to other memory or changes how it is seen, which a replay would not do; "
+                "update it in place"
+            )
 
     def _places_now(self) -> list[list[Any]]:
         return [list(map(read, self._tensors)) for read in _PLACE]
@@ -129,6 +154,7 @@ _PLACE: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.stride,
     attrgetter("shape"),
     attrgetter("dtype"),
+    attrgetter("requires_grad"),
 )
 """Where a tensor lies and how it is seen, each read by one C call."""
 
@@ -154,12 +180,12 @@ def modules_behind(forward: Any) -> list[nn.Module]:
     seen: set[int] = set()
     pending = [forward]
     while pending:
-        obj = pending.pop()
+        obj = pending.pop(0)
         if isinstance(obj, nn.Module):
             found.append(obj)
         elif id(obj) not in seen:  # a closure may hold the very wrapper that graphs it
             seen.add(id(obj))
-            pending += _held_by(obj)
+            pending[:0] = _held_by(obj)
     return found
 
 
