@@ -5,59 +5,103 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from graphreplay.errors import CaptureError
 from graphreplay.values import value_token
 
+MAX_CONTAINERS = 20_000
+"""How many containers and objects a snapshot looks into."""
+
 _MISSING = object()
+_OPAQUE = (nn.Module, Tensor, torch.Generator, type, ModuleType, FunctionType, MethodType, Enum)
 
 
 class StatefulForwardError(CaptureError):
     """The forward keeps Python state between calls."""
 
 
-@contextmanager
-def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Puts plain attributes of the modules back as they were, and refuses a body that changed one.
-
-    A forward that counts its calls, or keeps its last activation, does so in Python: a replay would skip that, and what
-    it stored would be memory of the graph. Weights, buffers and submodules that are bound anew count as well. Setting
-    an attribute to the value that it has is no change.
+class AttributeSnapshot:
+    """The attributes of modules as they are now, with the containers and plain objects that they reach.
 
     Args:
         modules: names and modules, as from ``named_modules``.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._kept: list[tuple[str, Any, Any]] = []
+        seen: set[int] = set()
+        pending: deque[tuple[str, Any]] = deque((name, module.__dict__) for name, module in modules)
+        while pending and len(self._kept) < MAX_CONTAINERS:
+            path, container = pending.popleft()
+            if id(container) not in seen:
+                seen.add(id(container))
+                self._kept.append((path, container, container.copy()))
+                named = container.items() if isinstance(container, dict) else (("", value) for value in container)
+                pending.extend((f"{path}.{key}".strip("."), inner) for key, value in named for inner in _inside(value))
+
+    def changed(self) -> str | None:
+        """The path of an attribute that is not as it was, or None. Setting one to the value it has is no change."""
+        for path, container, was in self._kept:
+            if isinstance(container, dict):
+                for key in was.keys() | container.keys():
+                    if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
+                        return f"{path}.{key}".strip(".")
+            elif len(container) != len(was) or not all(map(_same, container, was)):
+                return path
+        return None
+
+    def restore(self) -> None:
+        """Puts everything back as it was."""
+        for _, container, was in self._kept:
+            if isinstance(container, dict):
+                # Key by key: another thread that reads an attribute meanwhile must find it.
+                for key in container.keys() - was.keys():
+                    del container[key]
+                for key, value in was.items():
+                    if container.get(key, _MISSING) is not value:
+                        container[key] = value
+            elif len(container) != len(was) or any(a is not b for a, b in zip(container, was, strict=True)):
+                container.clear()
+                container.update(was) if isinstance(container, set) else container.extend(was)
+
+
+@contextmanager
+def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Puts the attributes of the modules back as they were, and refuses a body that changed one.
+
+    A forward that counts its calls, or keeps its last activation, does so in Python: a replay would skip that, and what
+    it stored would be memory of the graph. Weights, buffers and submodules that are bound anew count as well.
 
     Raises:
         StatefulForwardError: the body ran and changed an attribute.
     """
-    before = [(name, module.__dict__, dict(module.__dict__)) for name, module in modules]
-    values = [value for _, _, old in before for value in old.values()]
-    contents = {id(value): (value, items) for value in values if (items := _items(value)) is not None}
-    changed = None
+    before = AttributeSnapshot(modules)
     try:
         yield
+        changed = before.changed()
     finally:
-        for name, state, old in before:
-            for key in old.keys() | state.keys():
-                was, now = old.get(key, _MISSING), state.get(key, _MISSING)
-                if not _same(was, now) or (id(now) in contents and not _unchanged(*contents[id(now)])):
-                    changed = changed or f"{name}.{key}".lstrip(".")
-                if was is _MISSING:
-                    del state[key]
-                elif was is not now:
-                    state[key] = was
-        for container, items in contents.values():
-            if not _unchanged(container, items):
-                container.clear()
-                container.update(items) if isinstance(container, dict | set) else container.extend(items)
-    if changed:
+        before.restore()
+    if changed is not None:
         raise StatefulForwardError(
             f"the forward changes attribute {changed} of its module, which a replay would not do; "
             "make it a registered buffer and update it in place"
         )
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """The mutable container that a value is, or has its attributes in."""
+    if isinstance(value, dict | list | set | deque):
+        yield value
+    elif isinstance(value, tuple):
+        yield from (inner for item in value for inner in _inside(item))
+    elif not isinstance(value, _OPAQUE) and type(getattr(value, "__dict__", None)) is dict:
+        yield value.__dict__
 
 
 def _same(was: Any, now: Any) -> bool:
@@ -67,15 +111,3 @@ def _same(was: Any, now: Any) -> bool:
         return len(was) == len(now) and all(map(_same, was, now))
     token = value_token(was)
     return token is not None and token == value_token(now)
-
-
-def _items(value: Any) -> list[Any] | None:
-    """What a mutable container holds (submodules and weights sit in such), or None for anything else."""
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(value) if isinstance(value, list | set | deque) else None
-
-
-def _unchanged(container: Any, items: list[Any]) -> bool:
-    now = _items(container)
-    return now is not None and len(now) == len(items) and all(map(_same, items, now))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -181,10 +182,10 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         before.restore()
     try:
         host_random.check()
+        _check_sources(observer.outside, watch)
         output_leaves = tensors(outputs, "output")
         touched = (*observer.outside.values(), *observer.written_static(given), *output_leaves)
         _check_devices(touched, store.device)
-        _check_weights(observer.outside, watch)
         made = [t for t in (*given, *output_leaves) if t.untyped_storage()._cdata not in watch.storage_ids]
         if any(tensor.requires_grad for tensor in made):
             raise UnsupportedLeafError("forward", "it turns gradients on, which a graph would lose")
@@ -198,14 +199,18 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     return Entry(graph, inputs, written, observer.repeatable, outputs, output_leaves, request.options.keep_alive)
 
 
-def _check_weights(outside: dict[int, Tensor], watch: ModuleWatch) -> None:
-    for storage, tensor in outside.items():
-        if isinstance(tensor, Parameter) and storage not in watch.storage_ids:
-            raise UnsupportedLeafError(
-                "forward",
-                f"it reads a parameter of shape {tuple(tensor.shape)} of a module that cannot be found from it, and so "
-                "not be watched; wrap the module itself",
-            )
+def _check_sources(outside: dict[int, Tensor], watch: ModuleWatch) -> None:
+    """Refuses a forward that reads what a graph can neither watch nor make again."""
+    for storage in outside.keys() - watch.storage_ids:
+        tensor = outside[storage]
+        what = f"it reads a tensor of shape {tuple(tensor.shape)} "
+        if isinstance(tensor, Parameter):
+            what += "that is a weight of a module which cannot be found from it; wrap the module itself"
+            raise UnsupportedLeafError("forward", what)
+        # Held by the dict, by this loop and by the call alone, and so by nobody who outlives the forward.
+        if sys.getrefcount(tensor) <= 3:
+            what += "that no torch operator of this thread made (but another thread, NumPy, a list of values)"
+            raise UnsupportedLeafError("forward", what)
 
 
 def _check_devices(touched: Iterable[Tensor], device: torch.device) -> None:

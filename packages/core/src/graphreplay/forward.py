@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from graphreplay.ambient import ambient_state, eager_only
+from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture
 from graphreplay.devices import parse_device
 from graphreplay.entry import Entry
@@ -259,9 +260,9 @@ class GraphedForward(GraphStore):
             try:
                 entry.launch(request.leaves)
             except Exception as error:
+                self.disable(f"replay failed: {describe(error)}")
                 if not entry.repeatable:
                     raise  # it may have written half of what it writes
-                self.disable(f"replay failed: {describe(error)}")
                 return self.disabled_reason
             # The host looks at the module while the device works. What a repeatable graph has computed from weights
             # that moved is dropped; any other one had to wait for this check.
@@ -344,8 +345,11 @@ class GraphedForward(GraphStore):
                 changed = self._drop_if_changed()
                 found = self._missed(request, changed) if changed else found
             if found is None:
+                attributes = AttributeSnapshot(self._watched().modules)
                 self._rehearse(request)
                 self._capture(request)
+                if self.disabled_reason is not None:
+                    attributes.restore()  # what the rehearsal counted or stored in Python
             if options.pin:
                 self._cache.pin(request.key)
             return self._cache.get(request.key) is not None

@@ -32,7 +32,6 @@ _UNTAGGED = frozenset(
         "aten::bincount",
         "aten::one_hot",
         "aten::histc",
-        "aten::tensor_split",
     }
 )
 # Tensor methods that copy to the host below the dispatcher, or not at all where the device is the CPU.
@@ -47,6 +46,7 @@ _METHODS = {
 }
 # They read tensors inside lists one by one, below the dispatcher.
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new)
+_SPLITS = (torch.tensor_split, Tensor.tensor_split)
 _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
@@ -108,6 +108,13 @@ class _MethodRefusal(TorchFunctionMode):
         method = _METHODS.get(func)
         if method is not None and args[0].device.type == self.device_type:
             raise host_sync(method)
+        if (
+            func in _SPLITS
+            and len(args) > 1
+            and isinstance(args[1], Tensor)
+            and args[1].device.type == self.device_type
+        ):
+            raise host_sync("tensor_split() at positions in a tensor")
         if func in _FROM_DATA and any(self._in_list(data) for data in args[:2]):
             raise host_sync(f"{func.__name__}() of a list of tensors")
         return func(*args, **(kwargs or {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from graphreplay.errors import CaptureError
 from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
 
+_SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is noticed
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -77,18 +78,27 @@ class Observer(OpMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Surrounds the forward."""
+        generators = self._generators()
+        for generator in generators:
+            generator.manual_seed(_SEED)  # the capture puts all of them back
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
-        before = self._generator_states()
+        before = [generator.get_state() for generator in generators]
         with uncompiled(), self:
             yield
-        if any(not torch.equal(a, b) for a, b in zip(before, self._generator_states(), strict=True)):
+        if any(generator.initial_seed() != _SEED for generator in generators):
+            raise CaptureError(
+                "the forward seeds a random generator, which a replay would not do; seed it before the call"
+            )
+        if any(
+            not torch.equal(state, generator.get_state()) for state, generator in zip(before, generators, strict=True)
+        ):
             self.repeatable = False
 
-    def _generator_states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
-        return states
+    def _generators(self) -> list[torch.Generator]:
+        if self._device.type == "cpu":
+            return [torch.default_generator]
+        of_device: Sequence[torch.Generator] = torch.get_device_module(self._device).default_generators
+        return [torch.default_generator, of_device[self._device.index]]
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
