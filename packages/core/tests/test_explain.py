@@ -89,6 +89,30 @@ def test_texts(was, now, text):
     assert explain({"k": 0, "x": was}, {"k": 0, "x": now}) == f'kwargs["x"]: {text}'
 
 
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (10**5000, 10**5001),  # longer than Python turns into text
+        (np.str_("a"), np.str_("")),
+        (np.bytes_(b"a"), np.bytes_(b"")),
+        (slice(10**5000), slice(None)),
+        (np.datetime64("NaT"), np.datetime64("2020")),
+    ],
+    ids=["int", "str", "bytes", "slice", "datetime"],
+)
+def test_odd_values_are_explained_without_raising(was, now):
+    for a, b in ((was, now), (now, was), (was, None)):
+        assert explain({"x": a}, {"x": b}).startswith('kwargs["x"]: ')
+        assert explain({"x": a}, {"x": a}) is None
+
+
+@pytest.mark.parametrize("value", ["a" * 10_000, b"a" * 10_000, 10**1000, range(10**300, 10**301)], ids=type)
+def test_long_values_are_cut_short(value):
+    text = explain({"x": None}, {"x": value})
+    assert len(text) < 250
+    assert text.endswith("…")
+
+
 def test_the_first_of_several_differences_is_named():
     assert explain({"a": 1, "b": [1, 2]}, {"a": 1, "b": [2, 3]}) == 'kwargs["b"][0]: int 1 became int 2'
 

@@ -3,7 +3,9 @@
 import logging
 from contextlib import contextmanager
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import graphreplay
 from graphreplay import GraphedForward, ReferenceGraphedForward
@@ -150,6 +152,64 @@ def test_reasons_are_bounded():
     assert graphed.stats()["eager_calls"] == 300
 
 
+def test_values_without_a_text_are_no_reason_to_raise():
+    graphed = ReferenceGraphedForward(plus_one, device="cpu")
+    for n in (10**5000, 10**5001, 10**5000, "n" * 10_000):
+        assert_same(graphed(x=zoo.rows(2), n=n), zoo.rows(2) + 1)
+    stats = graphed.stats()
+    assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (3, 1, 0)
+    assert max(map(len, stats["miss_reasons"])) < 500
+
+
+def test_a_kwarg_that_torch_cannot_copy_refuses_that_call_only():
+    graphed = ReferenceGraphedForward(plus_one, device="cpu")
+    odd = torch.zeros(2, dtype=torch.uint8).view(torch.uint4)
+    for seed in range(2):
+        assert_same(graphed(x=zoo.rows(2, seed), q=odd), zoo.rows(2, seed) + 1)
+        assert_same(graphed(x=zoo.rows(2, seed), q=None), zoo.rows(2, seed) + 1)
+    stats = graphed.stats()
+    assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (1, 1, 1)
+    assert graphed.prepare(x=zoo.rows(2), q=odd) is False
+    assert graphed.enabled
+
+
+def test_sparse_intermediates_run_eagerly():
+    graphed = ReferenceGraphedForward(lambda *, x: torch.sparse.mm(x.to_sparse(), x), device="cpu")
+    x = zoo.rows(zoo.WIDTH)
+    with torch.no_grad():
+        assert graphed.prepare(x=x) is False
+        for seed in range(2):
+            x = zoo.rows(zoo.WIDTH, seed)
+            assert_same(graphed(x=x), torch.sparse.mm(x.to_sparse(), x))
+    assert f"{__file__}:" in graphed.disabled_reason
+    assert (graphed.captures, graphed.stats()["eager_calls"]) == (0, 2)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_collectives_without_a_group(ranks, group_of_one, monkeypatch):
+    def forward(*, x):
+        y = x * 2
+        dist.all_reduce(y)
+        return y
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    graphed = ReferenceGraphedForward(forward, device="cpu")
+    for seed in range(3):
+        assert_same(graphed(x=zoo.rows(2, seed)), zoo.rows(2, seed) * 2)
+    assert graphed.captures == 0 if ranks > 1 else graphed.enabled
+    assert ("runs collectives" in (graphed.disabled_reason or "")) is (ranks > 1)
+
+
 def test_conjugate_views_over_shared_storage():
     graphed = ReferenceGraphedForward(lambda *, a, b: a * b, device="cpu")
     for seed in range(4):
@@ -163,3 +223,25 @@ def test_conjugate_views_over_shared_storage():
 def test_graphed_forward_is_a_public_name():
     for name in graphreplay.__all__:
         assert getattr(graphreplay, name) is not None
+
+
+@pytest.mark.parametrize("end", ["close", "disable"])
+def test_a_forward_that_ends_its_wrapper_while_captured_leaves_no_graph(end):
+    runs = []
+
+    def forward(*, x):
+        runs.append(1)
+        if len(runs) == 4:  # the capture, after the call's own run and two warm-ups
+            graphed.close() if end == "close" else graphed.disable("enough")
+        return x * 2
+
+    graphed = ReferenceGraphedForward(forward, device="cpu")
+    assert_same(graphed(x=zoo.rows(2)), zoo.rows(2) * 2)
+    assert (len(runs), graphed.num_graphs) == (4, 0)
+
+
+def test_huge_integer_keys_are_names_like_others():
+    graphed = ReferenceGraphedForward(lambda *, x, d: x * d[10**5000], device="cpu")
+    for d in ({10**5000: 1, 10**5001: 2}, {10**5000: 1, 10**5001: 2}, {10**5000: 3, 10**5001: 2}):
+        assert_same(graphed(x=zoo.rows(2), d=d), zoo.rows(2) * d[10**5000])
+    assert (graphed.captures, graphed.stats()["replays"]) == (2, 1)

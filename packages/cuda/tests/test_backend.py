@@ -8,6 +8,7 @@ import torch
 
 import graphreplay
 from graphreplay_cuda import CUDAGraphedForward
+from graphreplay_cuda import capture as capturing
 
 gpu = pytest.mark.cuda
 
@@ -107,10 +108,69 @@ def test_a_pool_serves_again_after_its_last_graph_is_gone():
 
 
 @gpu
-def test_ranges_are_marked_on_request():
-    graphed = CUDAGraphedForward(lambda *, x: x + 1, device="cuda", nvtx=True, name="decoder")
+@pytest.mark.parametrize("nvtx", [False, True])
+def test_ranges_are_marked_on_request(nvtx, monkeypatch):
+    events = []
+    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda text: events.append(text) or push(text))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: events.append("end") or pop())
+    graphed = CUDAGraphedForward(lambda *, x: x + 1, device="cuda", nvtx=nvtx, name="decoder {0} %s {x")
     with torch.no_grad():
         assert [graphed(x=torch.ones(1, device="cuda")).item() for _ in range(3)] == [2.0, 2.0, 2.0]
+    marks = [text for phase in ("capture", "replay", "replay") for text in (f"decoder {{0}} %s {{x: {phase}", "end")]
+    assert events == (marks if nvtx else [])
+    assert graphed.stats()["replays"] == 2
+
+
+@gpu
+@pytest.mark.parametrize("end", ["close", "reset", "disable", "drop"])
+def test_the_end_of_the_last_graph_gives_device_memory_back(end):
+    x = torch.ones(4096, 4096, device="cuda")
+    with torch.no_grad():
+        CUDAGraphedForward(lambda *, x: x + 1, device="cuda")(x=x[:1])
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        graphed = CUDAGraphedForward(lambda *, x: (x + 1).relu() * x, device="cuda")
+        for _ in range(3):
+            graphed(x=x)
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() >= before + 2 * x.nbytes  # the static input and output at least
+        if end == "drop":
+            del graphed
+            torch.cuda.empty_cache()  # a wrapper that is just dropped leaves that to others
+        else:
+            graphed.disable("the end") if end == "disable" else getattr(graphed, end)()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
+@gpu
+@pytest.mark.parametrize("end", ["close", "evict", "drop"])
+def test_graphs_that_end_inside_a_foreign_capture_do_not_break_it(end):
+    graphed = CUDAGraphedForward(lambda *, x: x * 3, device="cuda")
+    static, outer = torch.ones(1024, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        graphed(x=static)
+        graphed(x=static)
+        with torch.cuda.graph(outer):
+            between = static * 2
+            if end == "close":
+                graphed.close()
+            elif end == "evict":
+                assert graphed.evict(x=static)
+            else:
+                del graphed
+            result = between + 1
+        assert len(capturing._deferred) == 1
+        static.fill_(5.0)
+        outer.replay()
+        assert torch.equal(result, torch.full_like(result, 11.0))
+        other = CUDAGraphedForward(lambda *, x: x - 1, device="cuda")
+        for _ in range(2):
+            assert torch.equal(other(x=static), static - 1)
+        assert capturing._deferred == [], "the next capture has freed what had to wait"
+        outer.replay()
+        assert torch.equal(result, torch.full_like(result, 11.0))
 
 
 @gpu
@@ -129,3 +189,27 @@ print("done")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@gpu
+def test_a_wrapper_dropped_in_a_forked_child_says_nothing():
+    program = """
+import gc, os, torch
+from graphreplay_cuda import CUDAGraphedForward
+graphed = CUDAGraphedForward(lambda *, x: x * 2, device="cuda")
+x = torch.ones(8, device="cuda")
+with torch.no_grad():
+    graphed(x=x)
+    graphed(x=x)
+    torch.cuda.synchronize()
+    child = os.fork()
+    if child == 0:
+        del graphed
+        gc.collect()
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(graphed(x=x).sum().item(), graphed.stats()["replays"])
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # of forks among threads
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n16.0 2\n", "")

@@ -13,7 +13,8 @@ from torch.utils._device import DeviceContext
 
 _FP32_BACKENDS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
 
-# Switches that choose kernels, each read by one C call.
+# Switches that choose kernels, each read by one C call. Not the order of attention kernels: torch itself changes it at
+# the first attention on a device, which would waste the first graph of each module.
 _SWITCHES: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,
@@ -31,7 +32,6 @@ _SWITCHES: tuple[Callable[[], Any], ...] = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
     torch._C._get_math_sdp_allow_fp16_bf16_reduction,
-    lambda: tuple(torch._C._get_sdp_priority_order()),
     torch._C._get_blas_preferred_backend,
     torch._C._get_linalg_preferred_backend,
     torch.backends.mha.get_fastpath_enabled,

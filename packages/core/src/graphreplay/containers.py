@@ -35,7 +35,7 @@ def _canonical_order(keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any,
     """Dict keys in an order that does not depend on insertion, and their tokens."""
     # The types come first: a str enum equals its str, and a memo that is asked by == would mix them up.
     if set(map(type, keys)) != ONLY_STR:
-        order = tuple(sorted(keys, key=lambda key: repr(key_token(key))))
+        order = tuple(sorted(keys, key=_sort_text))
         return order, name_tokens(order)
     order = _STR_ORDERS.get(keys, ())
     if not order:
@@ -43,6 +43,11 @@ def _canonical_order(keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any,
             _STR_ORDERS.clear()
         order = _STR_ORDERS[keys] = tuple(sorted(keys))
     return order, order
+
+
+def _sort_text(key: Any) -> str:
+    # Not the decimal digits of an int: Python refuses to write very long ones.
+    return f"{key_token(key)[0]} {key:x}" if type(key) is int else repr(key_token(key))
 
 
 def _dict_children(obj: dict[Any, Any]) -> tuple[Names, Names, list[Any]]:

@@ -305,7 +305,10 @@ class GraphedForward(GraphStore):
         except Exception as error:
             self.disable(describe(error))
         else:
-            self._keep(entry, request)
+            if self._closed or self.disabled_reason is not None:  # by the forward itself, while it was captured
+                entry.free()
+            else:
+                self._keep(entry, request)
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1

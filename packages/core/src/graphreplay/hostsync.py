@@ -32,6 +32,8 @@ _UNTAGGED = frozenset(
         "aten::bincount",
         "aten::one_hot",
         "aten::histc",
+        "aten::to_sparse",
+        "aten::_to_sparse",
     }
 )
 # Tensor methods that copy to the host below the dispatcher, or not at all where the device is the CPU.

@@ -37,24 +37,24 @@ def walk(tree: Any, root: str = "kwargs") -> Iterator[tuple[str, Any]]:
     Raises:
         UnsupportedLeafError: at the first node that is refused, with its path.
     """
-    budget = [MAX_CONTAINERS]
+    return _visit(tree, root, 0, [MAX_CONTAINERS])
 
-    def visit(obj: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-        try:
-            container = container_of(type(obj))
-            if container is None:
-                _check_leaf(obj)
-                yield path, obj
-                return
-            budget[0] -= 1
-            check_size(depth, budget[0])
-            _, names, values = container.children(obj)
-        except Refused as refusal:
-            raise UnsupportedLeafError(path, str(refusal)) from None
-        for name, value in zip(range(len(values)) if names is None else names, values, strict=True):
-            yield from visit(value, path + container.accessor(name), depth + 1)
 
-    return visit(tree, root, 0)
+# Functions of the module and not closures: one that names itself is a cycle, which keeps tensors until a collection.
+def _visit(obj: Any, path: str, depth: int, budget: list[int]) -> Iterator[tuple[str, Any]]:
+    try:
+        container = container_of(type(obj))
+        if container is None:
+            _check_leaf(obj)
+            yield path, obj
+            return
+        budget[0] -= 1
+        check_size(depth, budget[0])
+        _, names, values = container.children(obj)
+    except Refused as refusal:
+        raise UnsupportedLeafError(path, str(refusal)) from None
+    for name, value in zip(range(len(values)) if names is None else names, values, strict=True):
+        yield from _visit(value, path + container.accessor(name), depth + 1, budget)
 
 
 def check_size(depth: int, containers_left: int) -> None:
@@ -100,25 +100,32 @@ def replace_tensors(tree: Any, new: Iterator[Tensor], *, share_records: bool = T
     Args:
         share_records: pass dataclasses without tensors on as the same objects, and do not rebuild them.
     """
-    taken = 0
+    return _replace(tree, _Feed(new), share_records)
 
-    def node(obj: Any) -> Any:
-        nonlocal taken
-        cls = type(obj)
-        if cls in TENSOR_TYPES:
-            taken += 1
-            return next(new)
-        container = container_of(cls)
-        if container is None:
-            return obj
-        _, _, values = container.children(obj)
-        before = taken
-        rebuilt = [node(value) for value in values]
-        if share_records and container.is_record and taken == before:
-            return obj
-        return container.rebuild(obj, rebuilt)
 
-    return node(tree)
+class _Feed:
+    """Hands tensors out and counts them."""
+
+    def __init__(self, tensors: Iterator[Tensor]) -> None:
+        self._tensors = tensors
+        self.taken = 0
+
+    def next(self) -> Tensor:
+        self.taken += 1
+        return next(self._tensors)
+
+
+def _replace(obj: Any, feed: _Feed, share_records: bool) -> Any:
+    cls = type(obj)
+    if cls in TENSOR_TYPES:
+        return feed.next()
+    container = container_of(cls)
+    if container is None:
+        return obj
+    _, _, values = container.children(obj)
+    before = feed.taken
+    rebuilt = [_replace(value, feed, share_records) for value in values]
+    return obj if share_records and container.is_record and feed.taken == before else container.rebuild(obj, rebuilt)
 
 
 def check_rebuilt(rebuilt: Any, leaves: Sequence[Tensor], root: str = "kwargs") -> None:

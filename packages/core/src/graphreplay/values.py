@@ -92,6 +92,8 @@ def source_of(token: Token) -> str:
         return '"' + repr("'" + value)[2:]  # repr takes double quotes where it sees a single one
     if cls is torch.device:
         return f"torch.{value!r}"
+    if cls is int and value.bit_length() > 8192:
+        return hex(value)  # Python refuses to write the decimal digits of very long ones
     if cls in PLAIN_TYPES:
         return repr(value)
     if cls is float or cls is complex:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-_failed_graphs: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose ``capture_end`` raised. torch (2.11 at least) keeps a raw pointer to such a graph in its pinned-memory
-allocator and crashes when the graph is reset or destroyed, so they live as long as the process: a few hundred bytes
-each, their device memory is given back."""
+_kept_graphs: list[torch.cuda.CUDAGraph] = []
+"""Graphs that must not be destroyed. Where ``capture_end`` raised, torch (2.11 at least) keeps a raw pointer to the
+graph in its pinned-memory allocator and crashes when the graph goes. A few hundred bytes each; their device memory is
+given back."""
 
 
 _deferred: list[tuple[torch.cuda.CUDAGraph, PoolState]] = []
@@ -62,7 +62,10 @@ class CapturedGraph:
 
     def reset(self) -> None:
         graph, self._graph = self._graph, None
-        if graph is None or self._process != os.getpid():  # a forked child has no device to free it on
+        if graph is None:
+            return
+        if self._process != os.getpid():
+            _kept_graphs.append(graph)  # a forked child has no device to free it on; torch would print that
             return
         _deferred.append((graph, self._pool))
         if not torch.cuda.is_current_stream_capturing():
@@ -140,7 +143,7 @@ def _abandon(
 
 def _mend(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> None:
     """Undoes what torch leaves behind when ``capture_end`` raises, with the capture's stream still current."""
-    _failed_graphs.append(graph)
+    _kept_graphs.append(graph)
     try:
         torch._C._cuda_endAllocateToPool(device.index, handle)
     except RuntimeError:

@@ -15,16 +15,31 @@ import pytest
 
 # Before the imports: so that a failing assert in these modules tells its values, as in any test module.
 _TOPICS = [
-    f"graphreplay.testing.contract_{topic}" for topic in ("capture", "keys", "replay", "state", "surface", "twin")
+    f"graphreplay.testing.contract_{topic}"
+    for topic in ("ambient", "capture", "hidden", "keys", "life", "refusal", "replay", "state", "surface", "twin")
 ]
 pytest.register_assert_rewrite(*(name for name in _TOPICS if name not in sys.modules))
 
+from graphreplay.testing.contract_ambient import AmbientContract  # noqa: E402
 from graphreplay.testing.contract_capture import CaptureContract  # noqa: E402
+from graphreplay.testing.contract_hidden import HiddenContract  # noqa: E402
 from graphreplay.testing.contract_keys import KeyContract  # noqa: E402
+from graphreplay.testing.contract_life import LifeContract  # noqa: E402
+from graphreplay.testing.contract_refusal import RefusalContract  # noqa: E402
 from graphreplay.testing.contract_replay import ReplayContract  # noqa: E402
 from graphreplay.testing.contract_state import StateContract  # noqa: E402
 from graphreplay.testing.contract_surface import SurfaceContract  # noqa: E402
 
 
-class BackendContract(KeyContract, StateContract, CaptureContract, ReplayContract, SurfaceContract):
+class BackendContract(
+    KeyContract,
+    RefusalContract,
+    StateContract,
+    AmbientContract,
+    CaptureContract,
+    HiddenContract,
+    ReplayContract,
+    LifeContract,
+    SurfaceContract,
+):
     """Every contract test."""

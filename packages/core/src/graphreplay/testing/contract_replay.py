@@ -38,6 +38,16 @@ HOST_RANDOM: dict[str, Callable[[], float]] = {
 }
 
 
+HOLDABLE = [
+    specimen
+    for specimen in zoo.GRAPHED
+    if not specimen.random
+    and not specimen.host_constant
+    and specimen.name not in ("empty", "no_tensor_out", "output_trees")
+]
+"""Forwards with tensors among their outputs, the same at each call."""
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -45,21 +55,21 @@ def _storage(tensor: Tensor) -> int:
 class ReplayContract(ContractBase):
     """Results of replays and the life of graphs."""
 
-    def test_outputs_are_the_callers_own(self) -> None:
-        for specimen in zoo.GRAPHED:
-            if specimen.random or specimen.host_constant or specimen.name in ("empty", "no_tensor_out", "output_trees"):
-                continue
-            graphed = self.wrap(specimen.make())
-            with torch.no_grad():
-                graphed(x=self.x())
-                held = _flat(graphed(x=self.x(seed=1)))
-                before = [leaf.clone(memory_format=torch.contiguous_format) for leaf in held]
-                for leaf in _flat(graphed(x=self.x(seed=2))):
-                    torch.as_strided(leaf, (leaf.untyped_storage().nbytes() // leaf.element_size(),), (1,), 0).zero_()
-                again = _flat(graphed(x=self.x(seed=1)))
-            assert_same([leaf.contiguous() for leaf in held], before, specimen.name)
-            if specimen.name not in ("Counter", "KeyValueCache"):
-                assert_same([leaf.contiguous() for leaf in again], before, specimen.name)
+    @pytest.mark.parametrize("specimen", HOLDABLE, ids=str)
+    def test_outputs_are_the_callers_own(self, specimen: zoo.Specimen) -> None:
+        graphed = self.wrap(specimen.make())
+        with torch.no_grad():
+            graphed(x=self.x())
+            held = _flat(graphed(x=self.x(seed=1)))
+            before = [leaf.clone(memory_format=torch.contiguous_format) for leaf in held]
+            for leaf in _flat(graphed(x=self.x(seed=2))):
+                torch.as_strided(leaf, (leaf.untyped_storage().nbytes() // leaf.element_size(),), (1,), 0).zero_()
+            again = _flat(graphed(x=self.x(seed=1)))
+        assert held
+        assert_same([leaf.contiguous() for leaf in held], before)
+        if specimen.name not in ("Counter", "KeyValueCache"):
+            assert_same([leaf.contiguous() for leaf in again], before)
+        assert graphed.stats()["replays"] == 3, graphed.stats()
 
     def test_shared_outputs_share_with_one_another_only(self) -> None:
         buffer = self.x(seed=7)
@@ -145,6 +155,11 @@ class ReplayContract(ContractBase):
         with torch.no_grad():
             for seed in range(4):
                 twin(x=self.x(seed=seed))
+        if self.device == "cpu":
+            assert twin.counts() == (1, 3, 0)
+        else:  # a device refuses to capture a generator that it does not know
+            assert twin.counts() == (0, 0, 3)
+            assert "enerator" in twin.eager_reason()
 
     @pytest.mark.parametrize("source", HOST_RANDOM)
     def test_host_random_numbers(self, source: str) -> None:
@@ -160,6 +175,13 @@ class ReplayContract(ContractBase):
                 torch.manual_seed(1)
                 results.append([call(x=self.x()) for _ in range(4)])
         assert_same(results[0], results[1])
+        assert len({tuple(result.flatten().tolist()) for result in results[0]}) == 4
+        stats = graphed.stats()
+        assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (0, 0, 3)
+        (reason,) = stats["eager_reasons"]
+        # On the CPU, reading the number is a synchronization already.
+        assert ("it draws from" in reason) is (source != "torch" or self.device != "cpu")
+        assert graphed.enabled is ("it draws from" in reason)
 
     def test_closure_tensor_is_read_as_it_is_now(self) -> None:
         factor = torch.ones((), device=self.device)
@@ -187,6 +209,10 @@ class ReplayContract(ContractBase):
             for _ in range(3):
                 expected = (total + 1) * 2
                 assert_same(graphed(x=total), expected)
+        stats = graphed.stats()
+        assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (1, 1, 3)
+        (reason,) = stats["eager_reasons"]
+        assert 'kwargs["x"] shares memory' in reason
 
     def test_memory_of_a_closure_lives_as_long_as_its_graph(self) -> None:
         parts = [self.x(seed=3)]
