@@ -96,7 +96,7 @@ def test_texts(was, now, text):
         (np.str_("a"), np.str_("")),
         (np.bytes_(b"a"), np.bytes_(b"")),
         (slice(10**5000), slice(None)),
-        (np.datetime64("NaT"), np.datetime64("2020")),
+        (np.datetime64("NaT", "Y"), np.datetime64("2020", "Y")),
     ],
     ids=["int", "str", "bytes", "slice", "datetime"],
 )
