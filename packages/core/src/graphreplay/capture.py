@@ -129,6 +129,25 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {summary} (raised at {where_raised(error)})"
 
 
+def rehearse(store: GraphStore, request: Request, watch: ModuleWatch) -> None:
+    """The eager forward of a call that is not made: lazy initialization stays, everything else is undone.
+
+    Raises:
+        Exception: whatever the forward itself raises.
+    """
+    before = Snapshot(watch.buffers)
+    try:
+        kwargs = clone_static(request.kwargs)
+    except UnsupportedLeafError:
+        return  # the capture will say so
+    observer = Observer(store.device, storage_ids(tensors(kwargs)), before)
+    try:
+        with quiet_capture(store.device), observer.watching():
+            store.module(**kwargs)
+    finally:
+        before.restore()
+
+
 def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entry:
     """Clones the inputs, warms up, and captures: everything between a miss and a graph.
 

@@ -19,20 +19,18 @@ from typing import Any
 import torch
 
 from graphreplay.ambient import ambient_state, eager_only
+from graphreplay.arguments import check_arguments, parse_device
 from graphreplay.attributes import AttributeSnapshot
-from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture
-from graphreplay.devices import parse_device
+from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
 from graphreplay.entry import Entry
-from graphreplay.errors import ConfigurationError, PositionalArgumentError, UnsupportedLeafError
-from graphreplay.observe import Observer, Snapshot
+from graphreplay.errors import PositionalArgumentError, UnsupportedLeafError
 from graphreplay.pool import GraphPool
-from graphreplay.request import BoundForward, CallOptions, Replayed, Request, order_shows_below
+from graphreplay.request import BoundForward, CallOptions, Replayed, Request, order_shows_below, variant_key
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore
-from graphreplay.static import clone_static
 from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
-from graphreplay.tree import path_of, tensors
+from graphreplay.tree import path_of
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
@@ -86,20 +84,10 @@ class GraphedForward(GraphStore):
         pool: GraphPool | None = None,
         nvtx: bool = False,
     ) -> None:
-        if not callable(module):
-            raise ConfigurationError(f"module must be callable, not a {type(module).__name__}")
         bounds = {"max_entries": max_entries, "warmup_iters": warmup_iters}
         if max_bytes is not None:
             bounds["max_bytes"] = max_bytes
-        for bound, value in bounds.items():
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(
-                    f"{bound} must be an int of at least 1, not {value!r}; enabled=False turns graphs off"
-                )
-        if pool is not None and not isinstance(pool, GraphPool):
-            raise ConfigurationError(f"pool must be a GraphPool, not a {type(pool).__name__}")
-        if capture_context is not None and not callable(capture_context):
-            raise ConfigurationError("capture_context must be a callable that returns a context manager")
+        check_arguments(module, capture_context, pool, **bounds)
         self.module = module
         self.device = self.resolve_device(parse_device(device))
         self.name = name or str(getattr(module, "__qualname__", type(module).__name__))
@@ -213,10 +201,7 @@ class GraphedForward(GraphStore):
         reason = eager_only()
         if reason is not None:
             return reason
-        variant, tensor_leaves = flatten(options.variant, "variant")
-        if tensor_leaves:
-            where = path_of(tensor_leaves[0], options.variant, "variant")
-            raise UnsupportedLeafError(where, "a tensor, whose values are no part of a key; pass numbers or strings")
+        variant = None if options.variant is None else variant_key(options.variant)
         watch = self._watched()
         if watch.refusal is not None:
             return watch.refusal
@@ -349,27 +334,13 @@ class GraphedForward(GraphStore):
                 found = self._missed(request, changed) if changed else found
             if found is None:
                 attributes = AttributeSnapshot(self._watched().modules)
-                self._rehearse(request)
+                rehearse(self, request, self._watched())
                 self._capture(request)
                 if self.disabled_reason is not None:
                     attributes.restore()  # what the rehearsal counted or stored in Python
             if options.pin:
                 self._cache.pin(request.key)
             return self._cache.get(request.key) is not None
-
-    def _rehearse(self, request: Request) -> None:
-        """The eager forward of a call that is not made: lazy initialization stays, everything else is undone."""
-        before = Snapshot(self._watched().buffers)
-        try:
-            kwargs = clone_static(request.kwargs)
-        except UnsupportedLeafError:
-            return  # the capture will say so
-        observer = Observer(self.device, storage_ids(tensors(kwargs)), before)
-        with quiet_capture(self.device), observer.watching():
-            try:
-                self.module(**kwargs)
-            finally:
-                before.restore()
 
     def _unpin(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         return self._at_key(kwargs, options, self._cache.unpin)

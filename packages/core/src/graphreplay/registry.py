@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from graphreplay.devices import parse_device
+from graphreplay.arguments import parse_device
 from graphreplay.errors import BackendNotInstalledError, BackendUnavailableError, UnknownDeviceError
 from graphreplay.forward import GraphedForward
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from graphreplay.errors import ConfigurationError
-from graphreplay.signature import Signature
+from graphreplay.errors import ConfigurationError, UnsupportedLeafError
+from graphreplay.signature import Signature, flatten
+from graphreplay.tree import path_of
 
 if TYPE_CHECKING:
     from graphreplay.forward import GraphedForward
@@ -24,6 +25,19 @@ def order_shows_below(forward: Any) -> int:
     except (TypeError, ValueError):  # some built-ins tell nothing about themselves
         return 0
     return 0 if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) else 1
+
+
+def variant_key(variant: Any) -> Signature:
+    """The key of a variant.
+
+    Raises:
+        UnsupportedLeafError: it holds something without a stable value, or a tensor, which has a key without values.
+    """
+    signature, leaves = flatten(variant, "variant")
+    if leaves:
+        where = path_of(leaves[0], variant, "variant")
+        raise UnsupportedLeafError(where, "a tensor, whose values are no part of a key; pass numbers or strings")
+    return signature
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,37 @@
+"""Reading constructor arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphreplay.errors import ConfigurationError, UnknownDeviceError
+from graphreplay.pool import GraphPool
+
+
+def parse_device(device: torch.device | str) -> torch.device:
+    """``torch.device(device)``, or an UnknownDeviceError."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UnknownDeviceError(f"{device!r} is no device that torch knows; write cuda, cuda:0 or cpu") from error
+
+
+def check_arguments(module: Any, capture_context: Any, pool: Any, **bounds: Any) -> None:
+    """Raises ConfigurationError for an argument of GraphedForward that cannot be honoured.
+
+    Args:
+        bounds: ints of at least 1, by name.
+    """
+    if not callable(module):
+        raise ConfigurationError(f"module must be callable, not a {type(module).__name__}")
+    for name, value in bounds.items():
+        if type(value) is not int or value < 1:
+            raise ConfigurationError(
+                f"{name} must be an int of at least 1, not {value!r}; enabled=False turns graphs off"
+            )
+    if pool is not None and not isinstance(pool, GraphPool):
+        raise ConfigurationError(f"pool must be a GraphPool, not a {type(pool).__name__}")
+    if capture_context is not None and not callable(capture_context):
+        raise ConfigurationError("capture_context must be a callable that returns a context manager")
