@@ -245,3 +245,32 @@ def test_huge_integer_keys_are_names_like_others():
     for d in ({10**5000: 1, 10**5001: 2}, {10**5000: 1, 10**5001: 2}, {10**5000: 3, 10**5001: 2}):
         assert_same(graphed(x=zoo.rows(2), d=d), zoo.rows(2) * d[10**5000])
     assert (graphed.captures, graphed.stats()["replays"]) == (2, 1)
+
+
+def test_miss_reasons_name_what_is_new_beside_the_kwargs():
+    graphed = ReferenceGraphedForward(lambda *, x, y: x + y, device="cpu")
+    x, y = zoo.rows(2), zoo.rows(2, 1)
+    with torch.no_grad():
+        graphed(x=x, y=y)
+        with torch.autocast("cpu"):
+            graphed(x=x, y=y)
+    with torch.inference_mode():
+        graphed(x=x, y=y)
+        graphed(variant="lora", x=x, y=y)
+        graphed(variant="lora", x=x, y=x)
+        graphed.evict(variant="lora", x=x, y=x)
+        graphed(variant="lora", x=x, y=x)
+        torch.use_deterministic_algorithms(True)
+        try:
+            graphed(variant="lora", x=x, y=x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert graphed.stats()["miss_reasons"] == {
+        "first capture": 1,
+        "autocast is another": 1,
+        "inference mode is another": 1,
+        "another variant": 1,
+        "other kwargs share storage": 1,
+        "its graph was evicted or dropped": 1,
+        "process switch are_deterministic_algorithms_enabled is True": 1,
+    }

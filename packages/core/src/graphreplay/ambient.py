@@ -54,6 +54,19 @@ def ambient_state(device_type: str) -> tuple[Any, ...]:
     )
 
 
+_NAMES = ("grad mode", "inference mode", "autocast", "the default device")
+
+
+def ambient_difference(was: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """Which part of the process state differs between two states."""
+    position = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
+    if position < len(_NAMES):
+        return f"{_NAMES[position]} is another"
+    switch = _SWITCHES[position - len(_NAMES)]
+    name = switch.args[0] + " " + switch.args[1] + " precision" if isinstance(switch, partial) else switch.__name__
+    return f"process switch {name.strip('_').removeprefix('get_')} is {now[position]}"
+
+
 def eager_only() -> str | None:
     """Why a call under the current process state must not be captured or replayed, or None."""
     if torch.compiler.is_compiling():

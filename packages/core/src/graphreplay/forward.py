@@ -25,7 +25,7 @@ from graphreplay.capture import body_error_wins, build_entry, capturing_here, de
 from graphreplay.entry import Entry
 from graphreplay.errors import PositionalArgumentError, UnsupportedLeafError
 from graphreplay.pool import GraphPool
-from graphreplay.request import BoundForward, CallOptions, Replayed, Request, order_shows_below, variant_key
+from graphreplay.request import BoundForward, CallOptions, Key, Replayed, Request, order_shows_below, variant_key
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore
 from graphreplay.stats import logger
@@ -222,7 +222,7 @@ class GraphedForward(GraphStore):
         if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
             return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
-        key = (signature, ambient_state(self.device.type), sharing, variant)
+        key = Key(signature, ambient_state(self.device.type), sharing, variant)
         return Request(kwargs, options, signature, leaves, key, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
@@ -275,7 +275,7 @@ class GraphedForward(GraphStore):
         if reason is None and not request.ahead:
             reason = self._churn.refusal(request.signature)
         if reason is None:
-            self._stats.miss(changed or self._what_is_new(request.signature))
+            self._stats.miss(changed or self._what_is_new(request.key))
         return reason
 
     def _capture(self, request: Request) -> None:
@@ -297,8 +297,8 @@ class GraphedForward(GraphStore):
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1
-        what_is_new = self._what_is_new(request.signature)
-        self._last = request.signature
+        what_is_new = self._what_is_new(request.key)
+        self._last = request.key
         bound = self._cache.max_bytes
         if bound is not None and entry.nbytes > bound and not request.options.pin:
             entry.free()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from graphreplay.ambient import ambient_difference
 from graphreplay.errors import ConfigurationError, UnsupportedLeafError
-from graphreplay.signature import Signature, flatten
+from graphreplay.signature import Signature, explain, flatten
 from graphreplay.tree import path_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,30 @@ class CallOptions:
     def __post_init__(self) -> None:
         if type(self.keep_alive) is not tuple:
             raise ConfigurationError(f"keep_alive must be a tuple of objects, not a {type(self.keep_alive).__name__}")
+        if type(self.pin) is not bool:
+            raise ConfigurationError(f"pin must be True or False, not {self.pin!r}")
+
+
+class Key(NamedTuple):
+    """What a graph is looked up by."""
+
+    signature: Signature
+    ambient: tuple[Any, ...]
+    sharing: tuple[tuple[int, ...], ...]
+    variant: Signature | None
+
+    def news_since(self, last: Key) -> str:
+        """What is new in this key since another one."""
+        different = explain(last.signature, self.signature)
+        if different is not None:
+            return different
+        if self.ambient != last.ambient:
+            return ambient_difference(last.ambient, self.ambient)
+        if self.sharing != last.sharing:
+            return "other kwargs share storage"
+        if self.variant != last.variant:
+            return "another variant"
+        return "its graph was evicted or dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +87,7 @@ class Request:
     """Of the kwargs, with the order of dicts."""
     leaves: list[Tensor]
     """The tensors that are staged, in the order of the tree."""
-    key: Hashable
+    key: Key
     """Equal for two calls exactly if one graph can serve both."""
     ahead: bool
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""

@@ -15,7 +15,8 @@ from graphreplay.churn import ChurnGuard
 from graphreplay.entry import Entry
 from graphreplay.errors import ClosedError, ForkedError, NotCopyableError
 from graphreplay.hooks import BackendHooks
-from graphreplay.signature import Signature, explain
+from graphreplay.request import Key
+from graphreplay.signature import Signature
 from graphreplay.stats import Stats, logger
 from graphreplay.weights import ModuleWatch
 
@@ -39,7 +40,7 @@ class GraphStore(BackendHooks):
         self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, Entry.free)
         self._refused: OrderedDict[Hashable, str] = OrderedDict()
         self._churn = ChurnGuard()
-        self._last: Signature | None = None
+        self._last: Key | None = None
         self._stats = Stats(self.name)
         self._process = os.getpid()
         self._closed = False
@@ -142,10 +143,8 @@ class GraphStore(BackendHooks):
         self._watch = None
         self._release_memory()
 
-    def _what_is_new(self, signature: Signature) -> str:
-        if self._last is None:
-            return "first capture"
-        return explain(self._last, signature) or "other variant, process state or sharing of storage, or evicted"
+    def _what_is_new(self, key: Key) -> str:
+        return "first capture" if self._last is None else key.news_since(self._last)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         """Notes that calls of this key run eagerly; the oldest such note goes when there are too many."""

@@ -124,8 +124,8 @@ def _why_refused(obj: Any) -> str:
     if isinstance(obj, Tensor):
         return f"{name} is a tensor subclass; pass a plain tensor"
     return (
-        f"an object of type {name} may hide a tensor or change without a trace; pass tensors, numbers, strings, "
-        "or a dataclass of such, or name it by variant= and keep_alive="
+        f"an object of type {name} may hide a tensor or change without a trace; use tensors, numbers, strings or a "
+        "dataclass of such in its place, or keep it on the module and name it by variant= and keep_alive="
     )
 
 
