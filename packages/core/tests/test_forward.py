@@ -274,3 +274,42 @@ def test_miss_reasons_name_what_is_new_beside_the_kwargs():
         "its graph was evicted or dropped": 1,
         "process switch are_deterministic_algorithms_enabled is True": 1,
     }
+
+
+def test_prepare_says_false_where_a_capture_would_be_refused_and_undoes_the_rehearsal():
+    class Average(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            self.mean.data = self.mean.data * 0.5 + x[0]
+            return self.mean + x
+
+    def seeds(*, x):
+        torch.manual_seed(0)
+        return x + torch.rand(8)
+
+    module, plain, x = Average(), Average(), zoo.rows(2)
+    with torch.no_grad():
+        for forward in (module, seeds, lambda *, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))):
+            graphed = ReferenceGraphedForward(forward, device="cpu")
+            assert graphed.prepare(x=x) is False
+            assert graphed.disabled_reason is not None
+        assert_same(module(x=x), plain(x=x))
+
+
+def test_prepare_inside_another_capture_does_nothing():
+    inner = ReferenceGraphedForward(plus_one, device="cpu")
+    prepared = []
+
+    def forward(*, x):
+        prepared.append(inner.prepare(x=x))
+        return inner(x=x)
+
+    outer = ReferenceGraphedForward(forward, device="cpu")
+    for seed in range(2):
+        assert_same(outer(x=zoo.rows(2, seed)), zoo.rows(2, seed) + 1)
+    # The call's own run is no capture; its warm-ups and its capture are.
+    assert prepared == [True, False, False, False]
+    assert (outer.captures, outer.stats()["replays"], inner.captures) == (1, 1, 1)

@@ -131,3 +131,22 @@ def test_a_forward_is_repeatable_if_it_leaves_nothing_behind(forward, repeatable
     observer, snapshot = observe(lambda: forward(x), [x])
     snapshot.restore()
     assert observer.repeatable is repeatable
+
+
+def test_a_storage_in_the_place_of_a_dead_intermediate_is_still_from_outside():
+    x, made = rows(3), []
+
+    def forward():
+        y = x
+        for _ in range(64):
+            y = torch.sin(x)  # dies in the next round, and its number would be free for the next storage
+        for _ in range(64):
+            # As a library or another thread makes one, without an operator.
+            made.append(torch.UntypedStorage(96))
+            with torch._C._DisableTorchDispatch():
+                tensor = torch.empty(0).set_(made[-1], 0, (3, 8), (8, 1))
+            y = y + tensor
+        return y
+
+    observer, _ = observe(forward, [x])
+    assert {storage._cdata for storage in made} <= observer.outside.keys()

@@ -142,8 +142,10 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch) -> None:
         return  # the capture will say so
     observer = Observer(store.device, storage_ids(tensors(kwargs)), before)
     try:
-        with quiet_capture(store.device), observer.watching():
+        with quiet_capture(store.device), watch.kept(()), observer.watching():
             store.module(**kwargs)
+    except CaptureError:
+        pass  # as above
     finally:
         before.restore()
 
@@ -171,7 +173,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
-        if store.flatten(kwargs)[0] != request.signature or any(
+        if store._flatten(kwargs)[0] != request.signature or any(
             a is not b for a, b in zip(tensors(kwargs), given, strict=True)
         ):
             raise UnsupportedLeafError(
@@ -188,7 +190,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
 
     check_containers(static)  # the caller's own, as the eager forward left them
     try:
-        with body_error_wins(store.capture_context), attributes_kept(watch.modules), watch.kept(given):
+        with body_error_wins(store._capture_context), attributes_kept(watch.modules), watch.kept(given):
             with store._warmup_stream():
                 with _Phase("warm-up 1 under the host-sync probe"), observer.watching(), store._sync_probe():
                     forward()

@@ -81,8 +81,8 @@ class Entry:
         if self._written:
             positions = self._written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
-        leaves = self._handing_out.clone(self._output_leaves)
-        return replace_tensors(self._outputs, iter(leaves), share_records=False)
+        outputs = self._handing_out.clone(self._output_leaves)
+        return replace_tensors(self._outputs, iter(outputs), share_records=False)
 
     def free(self) -> None:
         """Frees the graph and, with this entry, the memory around it."""

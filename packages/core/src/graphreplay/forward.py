@@ -96,9 +96,9 @@ class GraphedForward(GraphStore):
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device)
-        self.capture_context = capture_context or nullcontext
+        self._capture_context = capture_context or nullcontext
         self._nvtx = nvtx
-        self.flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
+        self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
         self._open_store(max_entries, max_bytes)
 
     def _why_off(self, enabled: bool) -> str | None:
@@ -175,7 +175,7 @@ class GraphedForward(GraphStore):
         self._check_usable()
         if capturing_here() or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
-            with body_error_wins(self.capture_context):
+            with body_error_wins(self._capture_context):
                 return self._eager(kwargs, "called inside another capture")
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
@@ -206,7 +206,7 @@ class GraphedForward(GraphStore):
         if watch.refusal is not None:
             return watch.refusal
         try:
-            signature, leaves = self.flatten(kwargs)
+            signature, leaves = self._flatten(kwargs)
             ids = storage_ids(leaves)
             for leaf in leaves:
                 if not leaf.data_ptr() and leaf.numel():
@@ -322,7 +322,10 @@ class GraphedForward(GraphStore):
 
     def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         self._check_usable()
-        request = self.disabled_reason or self._request(kwargs, options, ahead=True)
+        if capturing_here() or self._is_capturing():
+            request: Request | str = "called inside another capture"
+        else:
+            request = self.disabled_reason or self._request(kwargs, options, ahead=True)
         if isinstance(request, str):
             self._stats.miss(f"not prepared: {request}")
             return False

@@ -49,7 +49,7 @@ _METHODS = {
 # They read tensors inside lists one by one, below the dispatcher.
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new)
 _SPLITS = (torch.tensor_split, Tensor.tensor_split)
-_MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_MASKED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
@@ -70,7 +70,7 @@ def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], de
             return False
         if any(tensor.is_cpu and tensor.dim() > 0 for tensor in given):
             return True  # CPU scalars are read at launch, larger CPU tensors are copied over first
-    if name == "aten::index" or name in _MASKED:
+    if name in _MASKED:
         masks = [index for index in args[1] if index is not None and index.dtype in _MASK_DTYPES]
         # One mask and one scalar make a masked fill, which needs no positions.
         is_fill = name != "aten::index" and len(masks) == 1 and len(args[1]) == 1 and args[2].dim() == 0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphreplay.errors import CaptureError
 from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
@@ -71,9 +72,9 @@ class Observer(OpMode):
         self.repeatable = True
         self._static = frozenset(static)
         self._snapshot = snapshot
-        # Ids only: holding on to every intermediate would multiply the forward's memory. An id that is reused after
-        # its storage died belongs to another intermediate.
-        self._inside: set[int] = set()
+        # Weak references: holding on to every intermediate would multiply the forward's memory, and a bare id would
+        # soon be that of another storage. A weak reference keeps the id from being given out again, not the bytes.
+        self._inside: dict[int, StorageWeakRef] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -102,7 +103,7 @@ class Observer(OpMode):
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
-            self._inside.add(args[0].untyped_storage()._cdata)
+            self._note_inside(args[0])
         for tensor in _with_storage(tensor_args(args, kwargs)):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._inside and storage not in self._static:
@@ -126,8 +127,13 @@ class Observer(OpMode):
         for tensor in _with_storage(tensor_args((result,), {})):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._static and storage not in self.outside:
-                self._inside.add(storage)
+                self._note_inside(tensor)
         return result
+
+    def _note_inside(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._inside:
+            self._inside[storage._cdata] = StorageWeakRef(storage)
 
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""

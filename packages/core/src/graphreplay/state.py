@@ -31,8 +31,8 @@ class GraphStore(BackendHooks):
     """Why calls run eagerly from now on, or None."""
 
     warmup_iters: int
-    capture_context: Callable[[], AbstractContextManager[Any]]
-    flatten: Callable[[Any], tuple[Signature, list[Tensor]]]
+    _capture_context: Callable[[], AbstractContextManager[Any]]
+    _flatten: Callable[[Any], tuple[Signature, list[Tensor]]]
     """The key of a kwargs tree for this forward and device, and the tensors to stage."""
 
     def _open_store(self, max_entries: int, max_bytes: int | None) -> None:

@@ -95,11 +95,10 @@ class ModuleWatch:
 
     def changed(self) -> str | None:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
-        if self._places_now() != self._places:
-            moved = zip(
-                self._names, zip(*self._places_now(), strict=True), zip(*self._places, strict=True), strict=True
-            )
-            name = next(name for name, now, was in moved if now != was)
+        places = self._places_now()
+        if places != self._places:
+            seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
+            name = next(name for name, now, was in seen if now != was)
             return f"weight {name} moved to other memory, or has another shape, strides, dtype or requires_grad"
         for name, tensor in self._lazy:
             if not is_lazy(tensor):

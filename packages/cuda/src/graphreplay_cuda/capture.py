@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,18 +32,21 @@ class PoolState:
         """Where the pool's latest work was put."""
         self._handle: Any = None
         self._graphs = 0
+        self._lock = threading.Lock()  # graphs are let go from any thread, with or without the pool's own lock
 
     def enter(self) -> Any:
         """The memory pool for one more graph. torch drops a pool with its last graph; then the next opens another."""
         free_deferred()
-        if self._graphs == 0:
-            self._handle = torch.cuda.graph_pool_handle()
-        self._graphs += 1
-        return self._handle
+        with self._lock:
+            if self._graphs == 0:
+                self._handle = torch.cuda.graph_pool_handle()
+            self._graphs += 1
+            return self._handle
 
     def leave(self) -> None:
         """One graph is gone."""
-        self._graphs -= 1
+        with self._lock:
+            self._graphs -= 1
 
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
@@ -74,8 +78,11 @@ class CapturedGraph:
 
 def free_deferred() -> None:
     """Frees what could not be freed when it was let go."""
-    while _deferred:
-        graph, pool = _deferred.pop()
+    while True:
+        try:
+            graph, pool = _deferred.pop()
+        except IndexError:  # not by a look first: other threads free as well
+            return
         pool.last_stream.synchronize()
         graph.reset()
         pool.leave()
