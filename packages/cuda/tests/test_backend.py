@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import graphreplay
-from graphreplay_cuda import CUDAGraphedForward
-from graphreplay_cuda import capture as capturing
+from graphreplay_cuda import CUDAGraphedForward, release
 
 gpu = pytest.mark.cuda
 
@@ -161,14 +160,14 @@ def test_graphs_that_end_inside_a_foreign_capture_do_not_break_it(end):
             else:
                 del graphed
             result = between + 1
-        assert len(capturing._deferred) == 1
+        assert len(release._deferred) == 1
         static.fill_(5.0)
         outer.replay()
         assert torch.equal(result, torch.full_like(result, 11.0))
         other = CUDAGraphedForward(lambda *, x: x - 1, device="cuda")
         for _ in range(2):
             assert torch.equal(other(x=static), static - 1)
-        assert capturing._deferred == [], "the next capture has freed what had to wait"
+        assert release._deferred == [], "the next capture has freed what had to wait"
         outer.replay()
         assert torch.equal(result, torch.full_like(result, 11.0))
 

@@ -56,7 +56,7 @@ class _CollectorHold:
                 gc.enable()
 
 
-_collector_hold = _CollectorHold()
+collector_hold = _CollectorHold()
 
 
 def capturing_here() -> bool:
@@ -75,7 +75,7 @@ def quiet_capture(device: torch.device) -> Iterator[None]:
     caching = torch.is_autocast_cache_enabled()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # without devices it saves the CPU's generator alone
-    with torch.random.fork_rng(devices, device_type=kind), _collector_hold:
+    with torch.random.fork_rng(devices, device_type=kind), collector_hold:
         _here.capturing = True
         torch.set_autocast_cache_enabled(False)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,8 +17,10 @@ class Graph(Protocol):
     nbytes: int
     """Device memory that the graph holds, without its static inputs."""
 
-    def replay(self) -> None:
-        """Launches the captured work on the current stream."""
+    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        """How to run the captured work on other values of these static inputs, each of which is dense and alone in its
+        storage: a function that copies the bytes of tensors of the same layout onto them and launches on the current
+        stream."""
 
     def reset(self) -> None:
         """Waits for replays in flight and frees the graph; it is never replayed again. Repeated calls do nothing."""
@@ -51,6 +53,7 @@ class Entry:
         self.replays = 0
         self._inputs = inputs
         self._staging = CopyPlan(inputs)
+        self._launch = graph.staging(self._staging.pick_dense(inputs))
         self._written = written
         self._write_back = CopyPlan([inputs[position] for position in written])
         # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
@@ -71,8 +74,11 @@ class Entry:
 
     def launch(self, leaves: Sequence[Tensor]) -> None:
         """Stages the inputs and replays; on a device this returns while the work goes on."""
-        self._staging.copy(self._inputs, leaves)
-        self.graph.replay()
+        self._staging.copy_rest(self._inputs, leaves)
+        dense = self._staging.pick_dense(leaves)
+        if any(map(Tensor.is_neg, dense)) or any(map(Tensor.is_conj, dense)):  # their bytes are not their values
+            dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
+        self._launch(dense)
 
     def hand_out(self, leaves: Sequence[Tensor]) -> Any:
         """The outputs of the last launch, in tensors that the caller owns. Inputs that the forward writes are written

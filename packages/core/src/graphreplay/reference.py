@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
@@ -15,6 +16,7 @@ from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal
 from graphreplay.opmode import tensor_args, uncompiled
+from graphreplay.storage import CopyPlan
 
 
 @dataclass(slots=True)
@@ -43,7 +45,17 @@ class RecordedGraph:
         self.calls: list[_Call] = []
         self.nbytes = 0
 
+    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        plan = CopyPlan(inputs)
+
+        def launch(leaves: Sequence[Tensor]) -> None:
+            plan.copy(inputs, leaves)
+            self.replay()
+
+        return launch
+
     def replay(self) -> None:
+        """Runs the recorded operators again."""
         # Whatever autocast did at capture is among the recorded operators; it must not act twice.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for call in self.calls:

@@ -45,7 +45,7 @@ def sharing_pattern(tensors: Sequence[Tensor], ids: Sequence[int]) -> tuple[tupl
 def overlap_across_storages(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors in different storages lie in the same memory, as two imports of one foreign buffer do."""
     spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), storage)
+        (tensor.data_ptr(), tensor.data_ptr() + extent(tensor), storage)
         for tensor, storage in zip(tensors, storage_ids(tensors), strict=True)
         if tensor.numel()
     )
@@ -60,7 +60,7 @@ class _Region:
         offsets = [_byte_offset(tensors[p]) for p in positions]
         start = min(offsets)
         self.offsets = [offset - start for offset in offsets]
-        self.nbytes = max(offset + _extent(tensors[p]) for p, offset in zip(positions, self.offsets, strict=True))
+        self.nbytes = max(offset + extent(tensors[p]) for p, offset in zip(positions, self.offsets, strict=True))
         self.lazy = [_lazy_bits(tensors[p]) for p in positions]
         self.padding = start % _ALIGNMENT
 
@@ -99,18 +99,22 @@ class CopyPlan:
                 self._again.append((position, first[id(tensor)]))
         self._regions: list[_Region] = []
         self._dense: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        self._all = len(like)
         self._sparse: list[int] = []
         for positions in by_storage.values():
             tensor = like[positions[0]]
-            gaps, overlaps = _layout(tensor)
+            gaps, overlaps = layout(tensor)
             if overlaps or len(positions) > 1:
                 self._regions.append(_Region(positions, like))
             elif gaps:
                 self._sparse.append(positions[0])
             else:
                 self._dense.setdefault((tensor.dtype, tensor.device), []).append(positions[0])
-        self.nbytes = sum(_extent(like[p]) for group in self._dense.values() for p in group)
-        self.nbytes += sum(_extent(like[p]) for p in self._sparse) + sum(r.nbytes for r in self._regions)
+        self.nbytes = sum(extent(like[p]) for group in self._dense.values() for p in group)
+        self.nbytes += sum(extent(like[p]) for p in self._sparse) + sum(r.nbytes for r in self._regions)
+
+        self.dense = sorted(p for group in self._dense.values() for p in group)
+        """Positions of tensors alone in their storage, without gaps: their bytes are their values."""
 
     @property
     def has_regions(self) -> bool:
@@ -146,6 +150,14 @@ class CopyPlan:
             else:
                 # One launch a dtype: pairs of one dtype, device and dense layout take the fused kernel.
                 torch._foreach_copy_([into[p] for p in positions], [source[p] for p in positions])
+        self.copy_rest(into, source)
+
+    def pick_dense(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors at the positions in ``dense``."""
+        return tensors if len(self.dense) == self._all else [tensors[p] for p in self.dense]
+
+    def copy_rest(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        """As ``copy``, for the tensors that ``pick_dense`` leaves out."""
         for position in self._sparse:
             into[position].copy_(source[position])
         for region in self._regions:
@@ -174,7 +186,7 @@ def _byte_offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Bytes from the tensor's first element to the end of its last one."""
     if tensor.numel() == 0:
         return 0
@@ -182,7 +194,7 @@ def _extent(tensor: Tensor) -> int:
     return (1 + last) * int(tensor.element_size())
 
 
-def _layout(tensor: Tensor) -> tuple[bool, bool]:
+def layout(tensor: Tensor) -> tuple[bool, bool]:
     """Whether a tensor leaves gaps between its elements, and whether elements (may) overlap."""
     if tensor.numel() == 0:
         return False, False

@@ -1,126 +1,185 @@
-"""One stream capture, and the way back from one that failed."""
+"""One stream capture under way: how it begins, ends, and is given up."""
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
-_kept_graphs: list[torch.cuda.CUDAGraph] = []
-"""Graphs that must not be destroyed. Where ``capture_end`` raised, torch (2.11 at least) keeps a raw pointer to the
-graph in its pinned-memory allocator and crashes when the graph goes. A few hundred bytes each; their device memory is
-given back."""
-
-
-_deferred: list[tuple[torch.cuda.CUDAGraph, PoolState]] = []
-"""Graphs that were let go inside a capture of someone else, which freeing them would break."""
-
-
-class PoolState:
-    """What a GraphPool keeps for this backend."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # Warm-ups run here too: cuBLAS allocates its workspace at a stream's first use, and if that were inside a
-        # capture the workspace would be memory of one graph that all later ones use.
-        self.capture_stream = torch.cuda.Stream(device)
-        self.last_stream = torch.cuda.current_stream(device)
-        """Where the pool's latest work was put."""
-        self._handle: Any = None
-        self._graphs = 0
-        self._lock = threading.Lock()  # graphs are let go from any thread, with or without the pool's own lock
-
-    def enter(self) -> Any:
-        """The memory pool for one more graph. torch drops a pool with its last graph; then the next opens another."""
-        free_deferred()
-        with self._lock:
-            if self._graphs == 0:
-                self._handle = torch.cuda.graph_pool_handle()
-            self._graphs += 1
-            return self._handle
-
-    def leave(self) -> None:
-        """One graph is gone."""
-        with self._lock:
-            self._graphs -= 1
-
-    def release(self) -> None:
-        """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
-        if self._graphs == 0 and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.empty_cache()
+from graphreplay import CaptureError
+from graphreplay.capture import collector_hold
+from graphreplay_cuda import driver, features, kernels, streams
+from graphreplay_cuda.conditional import Bodies
+from graphreplay_cuda.pools import PoolHandle
+from graphreplay_cuda.release import free_deferred, mend
 
 
-class CapturedGraph:
-    """A CUDA graph that was captured and instantiated."""
+class Capture:
+    """What comes on the calling thread's current stream goes into a graph, until ``end`` or ``abort``.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nbytes: int, pool: PoolState) -> None:
-        self.nbytes = nbytes
-        self.replay = graph.replay
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._pool = pool
-        self._process = os.getpid()
+    While it lasts, the capture's stream is current, garbage collection is held off (a graph or event freed in the
+    window breaks the capture), and the autocast weight cache is off (it would hand memory of this graph to others).
 
-    def reset(self) -> None:
-        graph, self._graph = self._graph, None
-        if graph is None:
-            return
-        if self._process != os.getpid():
-            _kept_graphs.append(graph)  # a forked child has no device to free it on; torch would print that
-            return
-        _deferred.append((graph, self._pool))
-        if not torch.cuda.is_current_stream_capturing():
-            free_deferred()
-
-
-def free_deferred() -> None:
-    """Frees what could not be freed when it was let go."""
-    while True:
-        try:
-            graph, pool = _deferred.pop()
-        except IndexError:  # not by a look first: other threads free as well
-            return
-        pool.last_stream.synchronize()
-        graph.reset()
-        pool.leave()
-
-
-def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedGraph, Any]:
-    """Runs ``forward`` once under capture on the pool's stream, with its memory in the pool.
-
-    Other threads may use the device meanwhile (capture_error_mode "thread_local").
-
-    Returns:
-        The graph, and the forward's outputs, which each replay overwrites.
+    Args:
+        stream: where it runs; not the legacy default stream.
+        pool: where memory for its tensors comes from.
+        mode: the capture error mode.
 
     Raises:
-        Exception: the forward's own error, or CUDA's where the forward did what a capture forbids. The current stream,
-            the allocator and the random generator are as before.
+        CaptureError: torch could not begin; everything is as before.
     """
-    device, stream = pool.device, pool.capture_stream
-    stream.wait_stream(torch.cuda.current_stream(device))
-    handle = pool.enter()
-    reserved = torch.cuda.memory_reserved(device)
-    graph = torch.cuda.CUDAGraph()
+
+    def __init__(self, stream: torch.cuda.Stream, pool: PoolHandle, mode: str) -> None:
+        self.stream = stream
+        self.device = stream.device
+        self.mode = mode
+        self.thread = threading.get_ident()
+        self.spoiled: str | None = None
+        """Why the graph would be wrong, though the driver would take it."""
+        self.keep_alive: list[Tensor] = []
+        """Tensors that the graph reads by address."""
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self._pool = pool
+        self._scope = ExitStack()
+        self._routed = False
+        self.bodies = Bodies(self)
+        free_deferred()
+        # Both before the capture, which they would break or whose memory they would take.
+        streams.give_workspace(stream)
+        kernels.stage(self.device.index)
+        if features.available("if nodes"):
+            kernels.set_predicate(self.device.index)
+        self.number: Any = pool.enter()  # torch has a type of its own for it
+        try:
+            self._begin()
+        except BaseException:
+            self._close()
+            pool.leave()
+            raise
+        _here.capture = self
+
+    def _begin(self) -> None:
+        self._scope.enter_context(collector_hold)
+        self._scope.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        self._scope.enter_context(torch.cuda.stream(self.stream))
+        try:
+            self._graph.capture_begin(pool=self.number, capture_error_mode=self.mode)
+        except RuntimeError as error:
+            mend(self._graph, self.device, self.number)
+            raise CaptureError(
+                f"the capture could not begin: {_first_line(error)}. If its pool was one of torch's whose graphs are "
+                "all gone, take another from graph_pool_handle()"
+            ) from error
+        info = driver.capture_info(self.stream.cuda_stream)
+        assert info is not None
+        self.root = info.graph
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        """Ends and instantiates it.
+
+        Raises:
+            CaptureError: something in it cannot be captured. It is given up; everything is as before.
+        """
+        assert not self.bodies.open
+        if self.spoiled is not None:
+            reason = self.spoiled
+            self.abort()
+            raise CaptureError(f"the capture was given up: {reason}")
+        torch.cuda.set_stream(self.stream)  # whatever stream was left current
+        try:
+            _end(self._graph)
+        except RuntimeError as error:
+            self._give_up()
+            raise CaptureError(f"the capture failed: {_first_line(error)}") from error
+        self._close()
+        try:
+            self._graph.instantiate()
+        except RuntimeError as error:
+            self._graph.reset()
+            self._pool.leave()
+            raise CaptureError(f"the graph could not be instantiated: {_first_line(error)}") from error
+        return self._graph
+
+    def abort(self) -> list[str]:
+        """Gives it up, innermost body first; everything is as before.
+
+        Returns:
+            What went wrong on the way, for a note to the error that led here.
+        """
+        self.bodies.abandon()
+        torch.cuda.set_stream(self.stream)
+        try:
+            _end(self._graph)
+        except RuntimeError:  # broken already
+            return self._give_up()
+        self._graph.reset()
+        self._close()
+        self._pool.leave()
+        return []
+
+    def _give_up(self) -> list[str]:
+        troubles = []
+        try:
+            mend(self._graph, self.device, self.number)
+        except RuntimeError as error:
+            troubles.append(f"cleaning up after the capture raised {_first_line(error)}")
+        self._close()
+        self._pool.leave()
+        return troubles
+
+    def _close(self) -> None:
+        _here.capture = None
+        self._scope.close()
+
+    def body_stream(self, parent: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The stream for a body below a parent stream, with the allocations of this thread going to the graph's pool.
+
+        torch knows memory of a capture by the id of its stream's capture, and a body has an id of its own: its tensors
+        would come from the default pool, and go to others after the capture. So from the first body on, the pool takes
+        all that this thread allocates. Backward passes then run in this thread too, and not in autograd's own.
+        """
+        stream = streams.body_stream(parent)
+        if stream is not None and self._routed:
+            return stream
+        torch._C._cuda_endAllocateToPool(self.device.index, self.number)
+        try:
+            if stream is None:
+                stream = _while_relaxed(parent)  # with the pool out of the way of its workspace
+        finally:
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self.number)
+            torch._C._cuda_releasePool(self.device.index, self.number)  # which begin has added once more
+        if not self._routed:
+            self._scope.enter_context(torch.autograd.set_multithreading_enabled(False))
+            self._routed = True
+        return stream
+
+
+class _Here(threading.local):
+    capture: Capture | None = None
+
+
+_here = _Here()
+
+
+def current_capture() -> Capture | None:
+    """The CUDAGraph capture of the calling thread that is under way, if any."""
+    return _here.capture
+
+
+def _while_relaxed(parent: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A new body stream with its workspace, made inside a capture: the driver forbids other modes to allocate."""
+    previous = driver.call("cuThreadExchangeStreamCaptureMode", driver.capture_mode("relaxed"))
     try:
-        with torch.cuda.stream(stream):
-            ending = False
-            try:
-                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-                outputs = forward()
-                ending = True
-                _end(graph)
-            except BaseException as error:
-                _abandon(graph, device, handle, error, ended=ending)
-                raise
-    except BaseException:
-        pool.leave()
-        raise
-    # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds.
-    return CapturedGraph(graph, max(0, torch.cuda.memory_reserved(device) - reserved), pool), outputs
+        stream = streams.new_body_stream(parent)
+        streams.give_workspace(stream)
+        return stream
+    finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", previous)
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
@@ -130,36 +189,5 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
 
 
-def _abandon(
-    graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any, error: BaseException, *, ended: bool
-) -> None:
-    """Cleans up after a capture that failed with this error, which stays the one to tell whatever goes wrong here."""
-    try:
-        if not ended:
-            try:
-                _end(graph)
-            except RuntimeError as also:
-                error.add_note(f"and ending the capture raised {also}")
-            else:
-                graph.reset()
-                return
-        _mend(graph, device, handle)
-    except RuntimeError as also:
-        error.add_note(f"and cleaning up raised {also}")
-
-
-def _mend(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> None:
-    """Undoes what torch leaves behind when ``capture_end`` raises, with the capture's stream still current."""
-    _kept_graphs.append(graph)
-    try:
-        torch._C._cuda_endAllocateToPool(device.index, handle)
-    except RuntimeError:
-        pass  # a later torch did so itself, and gave the pool back as well
-    else:
-        torch._C._cuda_releasePool(device.index, handle)
-    # The random generator still believes in a capture; one that succeeds sets it right.
-    trivial = torch.cuda.CUDAGraph()
-    trivial.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device=device)
-    trivial.capture_end()
-    trivial.reset()
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]  # CUDA errors go on with pages of general advice

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphreplay import BackendUnavailableError, GraphedForward
-from graphreplay_cuda.capture import CapturedGraph, PoolState, capture
+from graphreplay_cuda.captured import CapturedForward, PoolState, capture
 
 
 class CUDAGraphedForward(GraphedForward):
@@ -44,7 +44,7 @@ class CUDAGraphedForward(GraphedForward):
         finally:
             current.wait_stream(side)
 
-    def _capture_graph(self, forward: Callable[[], Any]) -> tuple[CapturedGraph, Any]:
+    def _capture_graph(self, forward: Callable[[], Any]) -> tuple[CapturedForward, Any]:
         return capture(forward, self._pool_state)
 
     def _is_capturing(self) -> bool:

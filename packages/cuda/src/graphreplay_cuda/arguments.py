@@ -1,0 +1,56 @@
+"""Checks of arguments that need no device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphreplay import ConfigurationError
+from graphreplay_cuda.pools import PoolHandle
+
+MODES = ("global", "thread_local", "relaxed")
+
+
+def check_mode(mode: object) -> None:
+    """Refuses an unknown capture error mode.
+
+    Raises:
+        ConfigurationError: it is none of MODES.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"capture_error_mode is one of {', '.join(MODES)}, not {mode!r}")
+
+
+def check_stream(stream: object, *, for_replay: bool = False) -> None:
+    """Refuses what is no stream, and for a capture the legacy default stream.
+
+    Raises:
+        ConfigurationError: with the reason.
+    """
+    if stream is None:
+        return
+    if not isinstance(stream, torch.cuda.Stream):
+        raise ConfigurationError(f"stream is a torch.cuda.Stream or None, not {type(stream).__name__}")
+    if not for_replay and stream.cuda_stream == 0:
+        raise ConfigurationError(
+            "the legacy default stream cannot be captured, since it waits for all other streams; pass a "
+            "torch.cuda.Stream(), or None for a side stream"
+        )
+
+
+def check_pool(pool: Any) -> PoolHandle | None:
+    """The handle of a pool given as a number, a handle, or a graph of torch.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if pool is None or isinstance(pool, PoolHandle):
+        return pool
+    if isinstance(pool, torch.cuda.CUDAGraph):
+        pool = pool.pool()
+    if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(part, int) for part in pool):
+        return PoolHandle(pool)
+    raise ConfigurationError(
+        f"pool is None, a handle of graph_pool_handle(), a pool_id or a CUDAGraph, not {type(pool).__name__}"
+    )

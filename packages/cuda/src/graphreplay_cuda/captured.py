@@ -1,0 +1,65 @@
+"""Graphs of GraphedForward: CUDAGraphs on the stream and in the memory of one GraphPool."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphreplay_cuda import streams
+from graphreplay_cuda.graph import CUDAGraph, graph
+from graphreplay_cuda.pools import PoolHandle
+
+
+class PoolState:
+    """What a GraphPool keeps for this backend."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle = PoolHandle(torch.cuda.graph_pool_handle())
+        # Warm-ups run here too, so that whatever libraries allocate at a stream's first use is no memory of a graph.
+        self.capture_stream = streams.borrow_stream(device.index)
+        weakref.finalize(self, streams.give_back, self.capture_stream).atexit = False
+        self.last_stream = torch.cuda.current_stream(device)
+        """Where the pool's latest work was put."""
+
+    def release(self) -> None:
+        """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
+        if self.handle.graphs == 0 and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.empty_cache()
+
+
+class CapturedForward:
+    """The graph of one forward."""
+
+    def __init__(self, captured: CUDAGraph, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.reset = captured.reset
+        self._graph = captured
+
+    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        return self._graph.staging(inputs).launch
+
+
+def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForward, Any]:
+    """Runs ``forward`` once under capture on the pool's stream, with its memory in the pool.
+
+    Other threads may use the device meanwhile (capture_error_mode "thread_local").
+
+    Returns:
+        The graph, and the forward's outputs, which each replay overwrites.
+
+    Raises:
+        Exception: the forward's own error, or CaptureError where it did what a capture forbids. The current stream, the
+            allocator and the random generator are as before.
+    """
+    captured = CUDAGraph()
+    with graph(captured, pool.handle, pool.capture_stream, "thread_local"):
+        before = torch.cuda.memory_reserved(pool.device)
+        outputs = forward()
+        grown = torch.cuda.memory_reserved(pool.device) - before
+    # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds.
+    return CapturedForward(captured, max(0, grown)), outputs

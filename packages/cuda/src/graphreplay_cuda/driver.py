@@ -1,0 +1,225 @@
+"""The calls of the CUDA driver that torch has no name for, the same with cuda.bindings 12 and 13.
+
+Handles (streams, graphs, nodes, kernels) are passed on as the bindings return them; streams and graphs may be ints.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from graphreplay_cuda.errors import DriverError
+
+# Bindings 12 keep an older form, without edge data, under the plain name.
+_WITH_EDGES = {
+    "cuStreamGetCaptureInfo": "cuStreamGetCaptureInfo_v3",
+    "cuStreamUpdateCaptureDependencies": "cuStreamUpdateCaptureDependencies_v2",
+    "cuGraphAddNode": "cuGraphAddNode_v2",
+    "cuGraphAddDependencies": "cuGraphAddDependencies_v2",
+}
+
+
+@cache
+def bindings() -> Any:
+    """The module ``cuda.bindings.driver``, imported at its first use."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def call(name: str, *args: Any) -> Any:
+    """Calls a driver function.
+
+    Returns:
+        Its results without the status: None, the only one, or a tuple.
+
+    Raises:
+        DriverError: the status is not success, or this driver has no such function.
+    """
+    driver = bindings()
+    function = getattr(driver, _WITH_EDGES.get(name, name), None) or getattr(driver, name)
+    status, *results = function(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DriverError(f"{name} failed: {status.name}")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+@cache
+def version() -> int:
+    """The newest CUDA version that the driver serves, as 1000 * major + 10 * minor."""
+    return int(call("cuDriverGetVersion"))
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """Where the next node of a graph goes: the nodes that it depends on, and how. For a stream, where its capture
+    stands."""
+
+    graph: int
+    dependencies: list[Any]
+    edges: list[Any] | None = None
+
+
+def capture_info(stream: int) -> CaptureInfo | None:
+    """The capture of a raw stream, or None if it has none, or a broken one."""
+    status, _, graph, dependencies, edges, _ = call("cuStreamGetCaptureInfo", stream)
+    if status != bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return None
+    return CaptureInfo(int(graph), list(dependencies or []), list(edges or []))
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a raw stream is being captured, be it a capture that is broken already."""
+    return bool(call("cuStreamIsCapturing", stream) != bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_thread = _Thread()
+
+
+def ensure_context(index: int) -> None:
+    """Gives a thread that has not used CUDA yet the context of a device: without any, calls of the driver crash."""
+    if not _thread.has_context:
+        if not int(call("cuCtxGetCurrent")):
+            device = call("cuDeviceGet", index)
+            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
+            call("cuDevicePrimaryCtxRelease", device)  # torch holds it
+        _thread.has_context = True
+
+
+def new_stream() -> int:
+    """A stream that does not wait for the legacy default stream, on the current device."""
+    return int(call("cuStreamCreate", int(bindings().CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+
+def capture_mode(name: str) -> Any:
+    """The driver's constant for a capture error mode."""
+    return getattr(bindings().CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{name.upper()}")
+
+
+def begin_capture(stream: int, mode: str) -> None:
+    """Captures what comes on a raw stream into a graph of its own."""
+    call("cuStreamBeginCapture", stream, capture_mode(mode))
+
+
+def end_capture(stream: int) -> int:
+    """Ends such a capture and returns its graph, which the caller destroys."""
+    return int(call("cuStreamEndCapture", stream))
+
+
+def conditional_handle(graph: int) -> int:
+    """A handle whose value a kernel of the graph sets, 0 at each launch."""
+    context = call("cuCtxGetCurrent")
+    return int(call("cuGraphConditionalHandleCreate", bindings().CUgraph(graph), context, 0, 0))
+
+
+def add_conditional(at: CaptureInfo, handle: int, *, loop: bool, bodies: int) -> tuple[Any, list[int]]:
+    """Adds a conditional node behind what a capture holds so far.
+
+    Returns:
+        The node, and its empty body graphs.
+    """
+    driver = bindings()
+    kinds = driver.CUgraphConditionalNodeType
+    params = driver.CUgraphNodeParams()
+    params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+    params.conditional.handle = handle
+    params.conditional.type = kinds.CU_GRAPH_COND_TYPE_WHILE if loop else kinds.CU_GRAPH_COND_TYPE_IF
+    params.conditional.size = bodies
+    params.conditional.ctx = call("cuCtxGetCurrent")
+    node = call("cuGraphAddNode", driver.CUgraph(at.graph), at.dependencies, at.edges, len(at.dependencies), params)
+    return node, [int(body) for body in params.conditional.phGraph_out]
+
+
+def add_kernel(at: CaptureInfo, params: Any) -> Any:
+    """Adds a kernel node and returns it."""
+    return call("cuGraphAddKernelNode", bindings().CUgraph(at.graph), at.dependencies, len(at.dependencies), params)
+
+
+def add_child(at: CaptureInfo, child: int) -> Any:
+    """Adds a copy of a graph as one node and returns that."""
+    driver = bindings()
+    count = len(at.dependencies)
+    return call("cuGraphAddChildGraphNode", driver.CUgraph(at.graph), at.dependencies, count, driver.CUgraph(child))
+
+
+def destroy_graph(graph: int) -> None:
+    """Frees a graph that the caller owns."""
+    call("cuGraphDestroy", bindings().CUgraph(graph))
+
+
+def kernel_params(kernel: Any, arguments: int, grid: tuple[int, int] = (1, 1), threads: int = 1) -> Any:
+    """How a kernel node launches.
+
+    Args:
+        arguments: the address of an array of pointers to the arguments, which stay the caller's.
+    """
+    params = bindings().CUDA_KERNEL_NODE_PARAMS()
+    params.func = kernel
+    params.gridDimX, params.gridDimY = grid
+    params.blockDimX = threads
+    params.gridDimZ = params.blockDimY = params.blockDimZ = 1
+    params.sharedMemBytes = 0
+    params.kernelParams = arguments
+    return params
+
+
+def continue_behind(stream: int, nodes: Sequence[Any]) -> None:
+    """Makes what a capturing raw stream gets next depend on these nodes alone."""
+    flag = bindings().CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+    call("cuStreamUpdateCaptureDependencies", stream, list(nodes), None, len(nodes), int(flag))
+
+
+def nodes(graph: int) -> list[Any]:
+    """The nodes of a graph, without those of bodies."""
+    handle = bindings().CUgraph(graph)
+    count = call("cuGraphGetNodes", handle, 0)[1]
+    return list(call("cuGraphGetNodes", handle, count)[0]) if count else []
+
+
+def node_count(graph: int) -> int:
+    """How many nodes a graph has, without those of bodies."""
+    return int(call("cuGraphGetNodes", bindings().CUgraph(graph), 0)[1])
+
+
+def roots(graph: int) -> list[Any]:
+    """The nodes of a graph that depend on no other."""
+    handle = bindings().CUgraph(graph)
+    count = call("cuGraphGetRootNodes", handle, 0)[1]
+    return list(call("cuGraphGetRootNodes", handle, count)[0]) if count else []
+
+
+def node_kind(node: Any) -> str:
+    """The kind of a node, such as KERNEL or EVENT_WAIT."""
+    name: str = call("cuGraphNodeGetType", node).name
+    return name.removeprefix("CU_GRAPH_NODE_TYPE_")
+
+
+def put_in_front(graph: int, kernel: Any) -> Any:
+    """Adds a kernel node that everything else in a graph depends on, and returns it."""
+    after = roots(graph)
+    node = add_kernel(CaptureInfo(graph, []), kernel)
+    if after:
+        call("cuGraphAddDependencies", bindings().CUgraph(graph), [node] * len(after), after, None, len(after))
+    return node
+
+
+def load_kernel(ptx: bytes, name: str) -> Any:
+    """Compiles a kernel for the current device and loads it now: loading it inside a capture would break that."""
+    library = call("cuLibraryLoadData", ptx, [], [], 0, [], [], 0)
+    function = call("cuKernelGetFunction", call("cuLibraryGetKernel", library, name.encode()))
+    call("cuFuncLoad", function)
+    return function
+
+
+def write_dot(graph: int, path: str, *, verbose: bool) -> None:
+    """Writes a graph, with the bodies of its conditional nodes, as a DOT file."""
+    flags = bindings().CUgraphDebugDot_flags.CU_GRAPH_DEBUG_DOT_FLAGS_VERBOSE
+    call("cuGraphDebugDotPrint", bindings().CUgraph(graph), os.fsencode(path), int(flags) if verbose else 0)

@@ -1,0 +1,157 @@
+"""The two kernels of this package, as PTX that the driver compiles for the device at hand: no compiler is needed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from graphreplay_cuda import driver, features
+
+CAPACITY = 128
+"""Tensors that one launch of the stage kernel copies. Its table then has 3 KiB of the 4 KiB that kernel parameters may
+have on every device."""
+
+THREADS = 256
+"""Threads in a block of the stage kernel."""
+
+# set_predicate(handle, predicate): the conditional node of the handle runs if the byte at predicate is not 0.
+# cudaGraphSetConditional is a builtin of the device runtime that the driver links by itself.
+_SET_PREDICATE = b"""
+.version 8.0
+.target sm_70
+.address_size 64
+.extern .func cudaGraphSetConditional(.param .b64 handle, .param .b32 value);
+
+.visible .entry set_predicate(.param .u64 handle, .param .u64 predicate)
+{
+    .reg .pred %holds;
+    .reg .b16 %byte;
+    .reg .b32 %value;
+    .reg .b64 %handle, %address;
+
+    ld.param.u64 %handle, [handle];
+    ld.param.u64 %address, [predicate];
+    cvta.to.global.u64 %address, %address;
+    ld.global.u8 %byte, [%address];
+    setp.ne.u16 %holds, %byte, 0;
+    selp.u32 %value, 1, 0, %holds;
+    {
+        .param .b64 to;
+        .param .b32 what;
+        st.param.b64 [to], %handle;
+        st.param.b32 [what], %value;
+        call.uni cudaGraphSetConditional, (to, what);
+    }
+    ret;
+}
+\0"""
+
+# One way to copy at each alignment that destination and source share: the PTX type, and one register per part.
+_UNITS = {
+    16: ("v4.u32", "{%w0, %w1, %w2, %w3}"),
+    8: ("u64", "%x"),
+    4: ("u32", "%w0"),
+    2: ("u16", "%h"),
+}
+
+_COPY_UNITS = """
+    // {size}-byte units, if both addresses are multiples of {size}
+    and.b64 %t, %both, {size_minus_1};
+    setp.ne.u64 %p, %t, 0;
+    @%p bra NOT_{size};
+    shr.u64 %units, %size, {log2};
+    mov.u64 %k, %thread;
+LOOP_{size}:
+    setp.ge.u64 %p, %k, %units;
+    @%p bra REST_{size};
+    shl.b64 %t, %k, {log2};
+    add.s64 %a, %src, %t;
+    add.s64 %b, %dst, %t;
+    ld.global.{type} {register}, [%a];
+    st.global.{type} [%b], {register};
+    add.u64 %k, %k, %threads;
+    bra LOOP_{size};
+REST_{size}:
+    shl.b64 %k, %units, {log2};
+    bra BYTES;
+NOT_{size}:
+"""
+
+_STAGE = f"""
+.version 8.0
+.target sm_70
+.address_size 64
+
+// stage(table): block row y copies nbytes[y] bytes from src[y] to dst[y]. The table is
+// {{ u64 dst[{CAPACITY}], src[{CAPACITY}], nbytes[{CAPACITY}] }} and travels by value with each launch.
+.visible .entry stage(.param .align 8 .b8 table[{24 * CAPACITY}])
+{{
+    .reg .pred %p;
+    .reg .b16 %h;
+    .reg .b32 %row, %block, %size_of_block, %lane, %blocks, %w0, %w1, %w2, %w3;
+    .reg .b64 %t, %dst, %src, %size, %both, %thread, %threads, %units, %k, %a, %b, %x;
+
+    mov.u32 %row, %ctaid.y;
+    mul.wide.u32 %t, %row, 8;
+    mov.b64 %a, table;
+    add.s64 %a, %a, %t;
+    ld.param.u64 %dst, [%a];
+    ld.param.u64 %src, [%a+{8 * CAPACITY}];
+    ld.param.u64 %size, [%a+{16 * CAPACITY}];
+    cvta.to.global.u64 %dst, %dst;
+    cvta.to.global.u64 %src, %src;
+    or.b64 %both, %dst, %src;
+
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %size_of_block, %ntid.x;
+    mov.u32 %lane, %tid.x;
+    mov.u32 %blocks, %nctaid.x;
+    mul.wide.u32 %thread, %block, %size_of_block;
+    cvt.u64.u32 %t, %lane;
+    add.u64 %thread, %thread, %t;
+    mul.wide.u32 %threads, %blocks, %size_of_block;
+{
+    "".join(
+        _COPY_UNITS.format(size=size, size_minus_1=size - 1, log2=size.bit_length() - 1, type=kind, register=register)
+        for size, (kind, register) in _UNITS.items()
+    )
+}
+    mov.u64 %k, 0;
+BYTES: // from byte k on
+    add.u64 %k, %k, %thread;
+LOOP_BYTES:
+    setp.ge.u64 %p, %k, %size;
+    @%p bra DONE;
+    add.s64 %a, %src, %k;
+    add.s64 %b, %dst, %k;
+    ld.global.u8 %h, [%a];
+    st.global.u8 [%b], %h;
+    add.u64 %k, %k, %threads;
+    bra LOOP_BYTES;
+DONE:
+    ret;
+}}
+\0""".encode()
+
+
+@cache
+def set_predicate(index: int) -> Any:
+    """The kernel that sets a conditional node's handle from a bool, loaded for the device with this index.
+
+    Raises:
+        FeatureUnavailableError: the driver has no conditional nodes.
+    """
+    features.require("if nodes")
+    with torch.cuda.device(index):
+        driver.ensure_context(index)
+        return driver.load_kernel(_SET_PREDICATE, "set_predicate")
+
+
+@cache
+def stage(index: int) -> Any:
+    """The kernel that copies up to CAPACITY tensors, loaded for the device with this index."""
+    with torch.cuda.device(index):
+        driver.ensure_context(index)
+        return driver.load_kernel(_STAGE, "stage")

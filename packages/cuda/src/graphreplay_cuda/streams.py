@@ -1,0 +1,66 @@
+"""Streams that captures run on. torch's own come from a pool of 32 that wraps around: two captures would then share a
+stream, and with it a cuBLAS workspace that both of their graphs write at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import torch
+
+from graphreplay_cuda import driver
+
+_lock = threading.Lock()
+_dedicated: dict[int, torch.cuda.Stream] = {}
+"""Where captures of a device run that name no stream."""
+
+_bodies: dict[tuple[int, int], torch.cuda.Stream] = {}
+"""Where bodies run, by device and raw parent stream: bodies of one parent come one after another."""
+
+_lent: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
+"""Streams of memory pools that are gone, for the next ones. A stream's workspace is never freed, so none is wasted."""
+
+
+def dedicated_stream(index: int) -> torch.cuda.Stream:
+    """The side stream of a device for captures that name none."""
+    with _lock:
+        if index not in _dedicated:
+            _dedicated[index] = _new(index)
+        return _dedicated[index]
+
+
+def borrow_stream(index: int) -> torch.cuda.Stream:
+    """A stream of a device that nobody else captures on until ``give_back``."""
+    with _lock:
+        free = _lent[index]
+        return free.pop() if free else _new(index)
+
+
+def give_back(stream: torch.cuda.Stream) -> None:
+    """Ends the use of a borrowed stream."""
+    _lent[stream.device.index].append(stream)
+
+
+def body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream | None:
+    """The stream for bodies below a parent stream, if there is one."""
+    return _bodies.get((parent.device.index, parent.cuda_stream))
+
+
+def new_body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Makes the stream for bodies below a parent stream."""
+    stream = _new(parent.device.index)
+    _bodies[parent.device.index, parent.cuda_stream] = stream
+    return stream
+
+
+def give_workspace(stream: torch.cuda.Stream) -> None:
+    """Has cuBLAS allocate the workspace of a stream now, where it has none. Inside a capture it would become memory of
+    one graph, and all later ones on the stream would use it."""
+    with torch.cuda.stream(stream):
+        torch.cuda.current_blas_handle()
+
+
+def _new(index: int) -> torch.cuda.Stream:
+    with torch.cuda.device(index):
+        driver.ensure_context(index)
+        return torch.cuda.ExternalStream(driver.new_stream(), device=index)

@@ -1,0 +1,175 @@
+"""while_loop: one meaning eagerly, in a capture, and inside a graphed forward."""
+
+import pytest
+import torch
+from cuda_health import assert_healthy
+
+import graphreplay
+from graphreplay_cuda import ConditionalBodyError, CUDAGraph, CUDAGraphedForward, PredicateError, graph, while_loop
+
+gpu = pytest.mark.cuda
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+
+
+def power(x, trips):
+    """x doubled as often as trips says, and the steps that took."""
+    count = torch.zeros((), dtype=torch.int32, device=x.device)
+    return while_loop(lambda x, i: i < trips, lambda x, i: (x * 2, i + 1), (x, count))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("trips", [0, 1, 7])
+def test_eagerly_it_is_a_loop(device, trips):
+    x = torch.ones(3, device=device)
+    y, count = power(x, torch.tensor(trips, device=device))
+    assert (y.tolist(), count.item()) == ([2.0**trips] * 3, trips)
+    assert x.tolist() == [1.0] * 3
+    assert y.data_ptr() != x.data_ptr(), "the result is never the argument"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_body_may_permute_what_it_carries(device):
+    a, b = torch.zeros(4, device=device), torch.ones(4, device=device)
+    n = torch.zeros((), dtype=torch.int64, device=device)
+    a, b, _ = while_loop(lambda a, b, n: n < 10, lambda a, b, n: (b, a + b, n + 1), (a, b, n))
+    assert (a[0].item(), b[0].item()) == (55.0, 89.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_trees_and_bodies_in_place(device):
+    state = ({"x": [torch.zeros(2, device=device)]}, torch.zeros((), dtype=torch.int64, device=device))
+
+    def body(tree, n):
+        tree["x"][0].add_(n)
+        n += 1
+        return tree, n
+
+    tree, n = while_loop(lambda tree, n: n < 5, body, state)
+    assert (tree["x"][0].tolist(), n.item()) == ([10.0] * 2, 5)
+    assert state[0]["x"][0].tolist() == [0.0] * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (lambda x, n: (x.double(), n + 1), r"carried\[0\]: the loop's body changes it: dtype"),
+        (lambda x, n: (x[:1], n + 1), r"carried\[0\]: the loop's body changes it: shape"),
+        (lambda x, n: (x,), "lost"),
+        (lambda x, n: [x, n + 1], "tuple.* became a list"),
+    ],
+)
+def test_a_body_that_changes_the_structure_is_refused(device, result, problem):
+    state = (torch.ones(3, device=device), torch.zeros((), dtype=torch.int64, device=device))
+    with pytest.raises(graphreplay.TreeMismatchError, match=problem):
+        while_loop(lambda x, n: n < 2, result, state)
+
+
+def test_what_is_carried_is_a_tuple():
+    with pytest.raises(TypeError, match="carried is a tuple of values, not Tensor"):
+        while_loop(lambda x: x > 0, lambda x: (x,), torch.ones(1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_condition_is_one_bool(device):
+    with pytest.raises(PredicateError, match="of dtype bool"):
+        while_loop(lambda x: x, lambda x: (x,), (torch.ones((), device=device),))
+
+
+@gpu
+def test_in_a_capture_it_is_one_node_that_iterates_as_the_device_finds():
+    x, trips, made = torch.ones(3, device="cuda"), torch.zeros((), dtype=torch.int32, device="cuda"), CUDAGraph()
+    with graph(made):
+        y, count = power(x, trips)
+        z = y + 1
+    for n in (0, 1, 5, 100, 2):
+        trips.fill_(n)
+        made.replay()
+        assert (y.tolist(), count.item(), z[0].item()) == ([2.0**n] * 3, n, 2.0**n + 1)
+    assert x.tolist() == [1.0] * 3
+
+
+@gpu
+def test_in_a_capture_permutations_hold():
+    trips, made = torch.zeros((), dtype=torch.int64, device="cuda"), CUDAGraph()
+    with graph(made):
+        start = (torch.zeros(4, device="cuda"), torch.ones(4, device="cuda"), torch.zeros_like(trips))
+        a, b, _ = while_loop(lambda a, b, n: n < trips, lambda a, b, n: (b, a + b, n + 1), start)
+    for n, expected in ((0, (0.0, 1.0)), (1, (1.0, 1.0)), (10, (55.0, 89.0))):
+        trips.fill_(n)
+        made.replay()
+        assert (a[0].item(), b[0].item()) == expected
+
+
+@gpu
+def test_loops_nest():
+    trips, made = torch.zeros((), dtype=torch.int64, device="cuda"), CUDAGraph()
+
+    def outer(total, i):
+        total, _ = while_loop(lambda t, j: j < i, lambda t, j: (t + 1, j + 1), (total, torch.zeros_like(i)))
+        return total, i + 1
+
+    with graph(made):
+        start = (torch.zeros_like(trips), torch.zeros_like(trips))
+        total, _ = while_loop(lambda t, i: i < trips, outer, start)
+    for n in (0, 1, 2, 20):
+        trips.fill_(n)
+        made.replay()
+        assert total.item() == n * (n - 1) // 2
+
+
+@gpu
+def test_random_numbers_in_the_body_are_refused():
+    with pytest.raises(ConditionalBodyError, match="random numbers in a while body"), graph(CUDAGraph()):
+        zero = torch.zeros((), device="cuda")
+        while_loop(lambda x: x < 1, lambda x: (x + torch.rand((), device="cuda"),), (zero,))
+    assert_healthy()
+
+
+@gpu
+def test_a_foreign_capture_is_refused():
+    zero = torch.zeros((), device="cuda")
+    with pytest.raises(graphreplay.CaptureError, match="no CUDAGraph began"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        while_loop(lambda x: x < 1, lambda x: (x + 1,), (zero,))
+    torch.cuda.synchronize()
+
+
+@gpu
+def test_a_graphed_forward_replays_other_trip_counts_without_a_new_capture():
+    class Steps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, *, x, trips):
+            count = torch.zeros_like(trips)
+            y, _ = while_loop(lambda y, i: i < trips, lambda y, i: (torch.tanh(self.linear(y)), i + 1), (x, count))
+            return y * 2
+
+    module = Steps().cuda().eval()
+    graphed = CUDAGraphedForward(module, device="cuda")
+    with torch.inference_mode():
+        for n in (0, 3, 9, 1, 0, 12):  # the first count, with which it is captured, runs no body at all
+            x = torch.randn(2, 64, device="cuda")
+            y = graphed(x=x, trips=torch.tensor(n, device="cuda"))
+            for _ in range(n):
+                x = torch.tanh(module.linear(x))
+            torch.testing.assert_close(y, x * 2)
+    assert graphed.disabled_reason is None
+    assert (graphed.captures, graphed.stats()["replays"]) == (1, 5)
+
+
+@gpu
+def test_a_graphed_forward_whose_body_draws_random_numbers_runs_eagerly_and_says_why():
+    def forward(*, x):
+        zero = torch.zeros((), dtype=torch.int64, device="cuda")
+        return while_loop(lambda y, i: i < 3, lambda y, i: (y + torch.rand_like(y), i + 1), (x, zero))[0]
+
+    graphed = CUDAGraphedForward(forward, device="cuda")
+    with torch.no_grad():
+        graphed(x=torch.zeros(4, device="cuda"))
+        assert "random numbers in a while body" in graphed.disabled_reason
+        torch.cuda.manual_seed(2)
+        y = graphed(x=torch.zeros(4, device="cuda"))
+        torch.cuda.manual_seed(2)
+        assert torch.equal(y, forward(x=torch.zeros(4, device="cuda")))

@@ -1,0 +1,322 @@
+"""stage_and_launch: inputs copied by the graph itself."""
+
+import threading
+
+import pytest
+import torch
+from cuda_health import assert_healthy
+
+import graphreplay
+from graphreplay_cuda import CUDAGraph, GraphStateError, graph, kernels
+from graphreplay_cuda.staging import _apart
+
+gpu = pytest.mark.cuda
+
+
+# --------------------------------------------------------------------------------------------- anywhere
+
+
+def test_which_buffers_the_copy_node_can_write():
+    base = torch.zeros(64)
+    assert _apart([torch.zeros(4), torch.zeros(2, 3), torch.zeros(3, 2).t()]) == [0, 1, 2]
+    assert _apart([base[:8], base[8:16], base[16:17]]) == [0, 1, 2]
+    assert _apart([base[:8], base[4:16], base[32:40]]) == [2]
+    assert _apart([base[:8], base[:8]]) == []
+    assert _apart([base[:60], base[4:8], base[60:]]) == [2]
+    assert _apart([base[::2], torch.zeros(1).expand(4), torch.zeros(0), torch.zeros(())]) == [3]
+    assert _apart([torch.zeros(4, dtype=torch.complex64).conj(), torch.zeros(2)]) == [1]
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def passing_on(static):
+    """A graph that copies its inputs to outputs of their own."""
+    made = CUDAGraph()
+    with graph(made):
+        outputs = [tensor.clone() for tensor in static]
+    return made, outputs
+
+
+@gpu
+@pytest.mark.parametrize("count", [0, 1, 4, 15, 64, kernels.CAPACITY, kernels.CAPACITY + 7])
+def test_every_input_reaches_its_buffer(count):
+    static = [torch.zeros(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    made, outputs = passing_on(static)
+    for _ in range(3):
+        inputs = [torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        made.stage_and_launch(static, inputs)
+        assert all(map(torch.equal, outputs, inputs))
+        assert all(map(torch.equal, static, inputs))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128])
+@pytest.mark.parametrize("numel", [1, 2, 3, 7, 15, 16, 17, 255, 256, 4097, 1_000_003])
+def test_every_size_and_alignment(dtype, numel):
+    offsets = (0, 1, 2, 3, 5, 8)
+    wide = [torch.zeros(numel + 16, device="cuda", dtype=dtype) for _ in offsets]
+    static = [tensor[offset : offset + numel] for tensor, offset in zip(wide, offsets, strict=True)]
+    made, outputs = passing_on(static)
+    for shift in (0, 1, 4):
+        source = torch.randint(1, 100, (numel + 16,), device="cuda").to(dtype)
+        inputs = [source[shift + i : shift + i + numel] for i in range(len(offsets))]
+        made.stage_and_launch(static, inputs)
+        assert all(map(torch.equal, outputs, inputs))
+        for tensor, offset in zip(wide, offsets, strict=True):
+            assert tensor[:offset].count_nonzero().item() == 0, "bytes before the buffer"
+            assert tensor[offset + numel :].count_nonzero().item() == 0, "bytes behind the buffer"
+
+
+@gpu
+def test_large_and_small_inputs_together():
+    static = [torch.zeros(n, device="cuda") for n in (64 << 20, 1, 0, 5, 1 << 20)]
+    made, outputs = passing_on(static)
+    inputs = [torch.randn(tensor.shape, device="cuda") for tensor in static]
+    made.stage_and_launch(static, inputs)
+    assert all(map(torch.equal, outputs, inputs))
+
+
+ODD = {
+    "other dtype": (lambda: torch.arange(12, device="cuda", dtype=torch.float64).reshape(3, 4), (3, 4)),
+    "other device": (lambda: torch.arange(12, dtype=torch.float32).reshape(3, 4), (3, 4)),
+    "pinned": (lambda: torch.arange(12, dtype=torch.float32).reshape(3, 4).pin_memory(), (3, 4)),
+    "strided": (lambda: torch.arange(24, device="cuda", dtype=torch.float32).reshape(3, 8)[:, ::2], (3, 4)),
+    "transposed": (lambda: torch.arange(12, device="cuda", dtype=torch.float32).reshape(4, 3).t(), (3, 4)),
+    "broadcast": (lambda: torch.arange(4, device="cuda", dtype=torch.float32), (3, 4)),
+    "expanded": (lambda: torch.arange(3, device="cuda", dtype=torch.float32)[:, None].expand(3, 4), (3, 4)),
+    "a number": (lambda: torch.tensor(5.0), (3, 4)),
+    "a parameter": (lambda: torch.nn.Parameter(torch.arange(12.0, device="cuda").reshape(3, 4)), (3, 4)),
+    "lazily negated": (lambda: torch.arange(12, device="cuda").to(torch.complex64).conj().imag.reshape(3, 4), (3, 4)),
+}
+
+
+@gpu
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("grad", [True, False])
+def test_odd_inputs_are_converted_as_copy_does(name, grad):
+    make, shape = ODD[name]
+    static = [torch.zeros(shape, device="cuda"), torch.zeros(8, device="cuda")]
+    made, outputs = passing_on(static)
+    given, plain = make(), torch.randn(8, device="cuda")
+    expected = torch.zeros(shape, device="cuda").copy_(given.detach())
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            made.stage_and_launch(static, [given, plain])
+            assert torch.equal(outputs[0], expected)
+            assert torch.equal(outputs[1], plain)
+
+
+@gpu
+def test_odd_buffers_are_written_as_copy_does():
+    base, wide = torch.zeros(64, device="cuda"), torch.zeros(4, 6, device="cuda")
+    with torch.inference_mode():
+        unusual = torch.zeros(3, 8, device="cuda")[:, ::2]
+    channels_last = torch.zeros(2, 3, 4, 5, device="cuda").to(memory_format=torch.channels_last)
+    static = [base[:8], base[4:12], wide[:, ::2], unusual, channels_last]
+    made, outputs = passing_on(static)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for turn in range(60):
+        inputs = [torch.full(tensor.shape, float(10 * turn + i), device="cuda") for i, tensor in enumerate(static)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[turn % 3]):
+            made.stage_and_launch(static, inputs)
+            results = [output.clone() for output in outputs]
+        torch.cuda.synchronize()
+        assert results[0].tolist() == [10.0 * turn] * 4 + [10.0 * turn + 1] * 4  # written in order, as by copy_
+        assert all(map(torch.equal, results[1:], inputs[1:]))
+        assert wide[:, 1::2].count_nonzero().item() == 0
+
+
+@gpu
+def test_inputs_that_are_buffers_are_read_before_any_is_written():
+    static = [torch.full((1 << 16,), float(i), device="cuda") for i in range(4)]
+    made, outputs = passing_on(static)
+    made.stage_and_launch(static, static[1:] + static[:1])
+    assert [output[-1].item() for output in outputs] == [1.0, 2.0, 3.0, 0.0]
+    made.stage_and_launch(static, static)
+    assert [output[-1].item() for output in outputs] == [1.0, 2.0, 3.0, 0.0]
+    wide = torch.arange(2048.0, device="cuda")
+    buffer = wide[8:1032]
+    made, outputs = passing_on([buffer])
+    made.stage_and_launch([buffer], [wide[:1024]])
+    assert torch.equal(outputs[0], torch.arange(1024.0, device="cuda"))
+
+
+@gpu
+def test_the_lists_are_checked_before_anything_is_written():
+    static = [torch.zeros(3, 4, device="cuda"), torch.zeros(8, device="cuda")]
+    made, outputs = passing_on(static)
+    good = [torch.ones(3, 4, device="cuda"), torch.ones(8, device="cuda")]
+    bad = [
+        (static, good[:1], graphreplay.ConfigurationError, "1 inputs for 2"),
+        (static, [good[0], 5], graphreplay.ConfigurationError, "input 1 is no tensor but int"),
+        (static, [good[0], torch.ones(9, device="cuda")], RuntimeError, "size"),
+        ([static[0], torch.zeros(8)], good, graphreplay.ConfigurationError, "static input 1 is on cpu"),
+        ([static[0], None], good, graphreplay.ConfigurationError, "static input 1 is no plain tensor but NoneType"),
+    ]
+    for into, inputs, error, message in bad:
+        with pytest.raises(error, match=message):
+            made.stage_and_launch(into, inputs)
+    torch.cuda.synchronize()
+    assert all(tensor.count_nonzero().item() == 0 for tensor in static)
+    made.stage_and_launch(static, good)
+    assert all(map(torch.equal, outputs, good))
+    assert_healthy()
+
+
+# ------------------------------------------------------------------------------------------------- order
+
+
+def summing(count):
+    static = [torch.zeros(64, 256, device="cuda") for _ in range(count)]
+    made = CUDAGraph()
+    with graph(made):
+        y = torch.stack(static).sum(0)
+        for _ in range(10):
+            y = y * 1.5 - y * 0.5
+    return made, static, y
+
+
+@gpu
+def test_back_to_back_without_waiting():
+    made, static, y = summing(15)
+    wrong = torch.zeros((), device="cuda")
+    for _ in range(500):
+        inputs = [torch.randn(64, 256, device="cuda") for _ in static]
+        made.stage_and_launch(static, inputs)
+        expected = torch.stack(inputs).sum(0)
+        wrong += ((y - expected).abs() > 1e-3).any()
+    assert wrong.item() == 0
+
+
+@gpu
+def test_from_many_streams():
+    made, static, y = summing(4)
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    source = [torch.full((64, 256), float(turn), device="cuda") for turn in range(400)]
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    for turn in range(400):
+        stream = streams[turn % 4]
+        with torch.cuda.stream(stream):
+            done.wait(stream)  # y is read before the next launch writes it; the launches order themselves
+            made.stage_and_launch(static, [source[turn]] * 4)
+            results.append(y.sum())
+            done = torch.cuda.Event()
+            done.record(stream)
+    torch.cuda.synchronize()
+    for turn, result in enumerate(results):
+        assert result.item() == pytest.approx(4.0 * turn * 64 * 256, rel=1e-4)
+
+
+@gpu
+def test_from_many_threads():
+    made, static, _ = summing(4)
+    counter, made = torch.zeros(64, 256, device="cuda"), CUDAGraph()
+    with graph(made):
+        counter.add_(torch.stack(static).sum(0))
+    torch.cuda.synchronize()
+
+    def run(value):
+        inputs = [torch.full((64, 256), value, device="cuda") for _ in range(4)]
+        torch.cuda.current_stream().synchronize()
+        for _ in range(100):
+            made.stage_and_launch(static, inputs)
+
+    made.stage_and_launch(static, [torch.zeros(64, 256, device="cuda")] * 4)
+    threads = [threading.Thread(target=run, args=(float(v),)) for v in (1, 2, 3, 4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    torch.cuda.synchronize()
+    assert counter.unique().tolist() == [4.0 * 100 * (1 + 2 + 3 + 4)]
+
+
+@gpu
+def test_a_plain_replay_in_between_copies_nothing():
+    static = [torch.zeros(8, device="cuda")]
+    made, outputs = passing_on(static)
+    made.stage_and_launch(static, [torch.ones(8, device="cuda")])
+    static[0].fill_(7.0)
+    made.replay()
+    assert outputs[0].tolist() == [7.0] * 8
+    made.stage_and_launch(static, [torch.full((8,), 2.0, device="cuda")])
+    assert outputs[0].tolist() == [2.0] * 8
+
+
+@gpu
+def test_other_static_inputs_take_turns_on_one_graph():
+    a, b = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+    made, (c, d) = passing_on([a, b])
+    made.stage_and_launch([a], [torch.ones(8, device="cuda")])
+    made.stage_and_launch([b], [torch.full((8,), 2.0, device="cuda")])
+    assert (c[0].item(), d[0].item()) == (1.0, 2.0)
+    assert made.staging([b]) is made.staging([b])
+
+
+@gpu
+def test_staging_into_a_graph_with_a_loop_and_random_numbers():
+    x, n, made = torch.zeros(4, device="cuda"), torch.zeros((), device="cuda", dtype=torch.int32), CUDAGraph()
+    count, total = torch.zeros_like(n), torch.zeros(4, device="cuda")
+    with graph(made):
+        noise = torch.rand(4, device="cuda")
+        total.zero_()
+        count.zero_()
+        with made.while_node(count < n) as loop:
+            total.add_(x)
+            count.add_(1)
+            loop.set(count < n)
+    torch.cuda.manual_seed(3)
+    for trips in (3, 0, 11):
+        made.stage_and_launch([x, n], [torch.full((4,), 2.0, device="cuda"), torch.tensor(trips, dtype=torch.int32)])
+        assert total.tolist() == [2.0 * trips] * 4
+    torch.cuda.manual_seed(3)
+    drawn = [torch.rand(4, device="cuda") for _ in range(3)]
+    assert torch.equal(noise, drawn[-1])
+
+
+@gpu
+def test_an_empty_graph_takes_inputs_too():
+    static, made = torch.zeros(8, device="cuda"), CUDAGraph()
+    with graph(made):
+        pass
+    made.stage_and_launch([static], [torch.ones(8, device="cuda")])
+    assert static.tolist() == [1.0] * 8
+
+
+@gpu
+def test_a_launch_inside_a_capture_is_refused():
+    made, static, _ = summing(2)
+    inputs = [torch.ones(64, 256, device="cuda")] * 2
+    made.stage_and_launch(static, inputs)
+    with pytest.raises(GraphStateError, match="inside a capture"), graph(CUDAGraph()):
+        made.staging(static).launch(inputs)
+    assert_healthy()
+
+
+@gpu
+def test_the_first_launch_comes_from_a_fresh_thread():
+    made, static, y = summing(2)
+    inputs = [torch.ones(64, 256, device="cuda")] * 2
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=made.stage_and_launch, args=(static, inputs))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(y, torch.full_like(y, 2.0))
+
+
+@gpu
+def test_a_fresh_thread_launches_what_another_has_prepared():
+    made, static, y = summing(2)
+    inputs = [torch.ones(64, 256, device="cuda")] * 2
+    made.stage_and_launch(static, [torch.zeros(64, 256, device="cuda")] * 2)
+    torch.cuda.synchronize()
+    for launch in (lambda: made.staging(static).launch(inputs), lambda: made.stage_and_launch(static, inputs)):
+        y.zero_()
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(y, torch.full_like(y, 2.0))
