@@ -169,6 +169,8 @@ def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_goes_on():
             CUDAGraph().capture_begin()
         with pytest.raises(GraphStateError, match="is being captured; call reset"):
             outer.capture_begin()
+        with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(GraphStateError, match="in a capture already"):
+            CUDAGraph().capture_begin(stream=torch.cuda.Stream())
         z = y * 3
     outer.replay()
     assert z.tolist() == [6.0] * 4
@@ -400,7 +402,7 @@ def test_replay_from_a_fresh_thread():
 @gpu
 def test_a_replay_inside_a_capture_is_refused():
     inner, _ = captured(torch.ones(4, device="cuda"))
-    with pytest.raises(GraphStateError, match="inside a capture"), graph(CUDAGraph()):
+    with pytest.raises(GraphStateError, match="inside a capture, which"), graph(CUDAGraph()):
         inner.replay()
     assert_healthy()
 

@@ -289,7 +289,7 @@ def test_a_launch_inside_a_capture_is_refused():
     made, static, _ = summing(2)
     inputs = [torch.ones(64, 256, device="cuda")] * 2
     made.stage_and_launch(static, inputs)
-    with pytest.raises(GraphStateError, match="inside a capture"), graph(CUDAGraph()):
+    with pytest.raises(GraphStateError, match="inside a capture, which"), graph(CUDAGraph()):
         made.staging(static).launch(inputs)
     assert_healthy()
 
@@ -320,3 +320,57 @@ def test_a_fresh_thread_launches_what_another_has_prepared():
         thread.join()
         torch.cuda.synchronize()
         torch.testing.assert_close(y, torch.full_like(y, 2.0))
+
+
+@gpu
+def test_staging_of_a_graph_that_was_reset_is_refused():
+    made, static, _ = summing(2)
+    inputs = [torch.ones(64, 256, device="cuda")] * 2
+    staging = made.staging(static)
+    staging.stage_and_launch(inputs)
+    made.reset()
+    for launch in (staging.launch, staging.stage_and_launch):
+        with pytest.raises(GraphStateError, match="a graph that was reset"):
+            launch(inputs)
+    with graph(made):
+        y = static[0] + static[1]
+    with pytest.raises(GraphStateError, match="a graph that was reset"):
+        staging.launch(inputs)
+    made.stage_and_launch(static, inputs)
+    assert y.unique().tolist() == [2.0]
+
+
+@gpu
+def test_a_refused_launch_leaves_no_trace_in_the_capture():
+    base, outer = torch.zeros(64, device="cuda"), CUDAGraph()
+    static = [base[:8], base[4:12]]  # these are written by copy_
+    made, _ = passing_on(static)
+    inputs = [torch.ones(8, device="cuda")] * 2
+    made.stage_and_launch(static, inputs)
+    base.zero_()
+    with graph(outer):
+        with pytest.raises(GraphStateError, match="stage_and_launch inside a capture"):
+            made.stage_and_launch(static, inputs)
+        with pytest.raises(GraphStateError, match="replay inside a capture"):
+            made.replay()
+        y = base + 1
+    outer.replay()
+    made.reset()
+    assert y.unique().tolist() == [1.0]
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_graph_on_another_device_than_the_current_one():
+    device, made = torch.device("cuda:1"), CUDAGraph()
+    static = [torch.zeros(64, 64, device=device) for _ in range(3)]
+    with graph(made, stream=torch.cuda.Stream(device)):
+        y = static[0] + static[1] @ static[2]
+        with made.if_node(torch.ones((), dtype=torch.bool, device=device)):
+            y.add_(1)
+    assert torch.cuda.current_device() == 0
+    for launch in (lambda a: made.stage_and_launch(static, a), lambda a: made.staging(static).launch(a)):
+        inputs = [torch.randn(64, 64, device=device) for _ in range(3)]
+        launch(inputs)
+        torch.testing.assert_close(y, inputs[0] + inputs[1] @ inputs[2] + 1)
+        assert torch.cuda.current_device() == 0

@@ -5,6 +5,7 @@
 
 from importlib.metadata import version
 
+from graphreplay_cuda.context import graph, graph_pool_handle, is_current_stream_capturing
 from graphreplay_cuda.errors import (
     ConditionalBodyError,
     DriverError,
@@ -13,7 +14,7 @@ from graphreplay_cuda.errors import (
     PredicateError,
 )
 from graphreplay_cuda.forward import CUDAGraphedForward
-from graphreplay_cuda.graph import CUDAGraph, graph, graph_pool_handle, is_current_stream_capturing
+from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.loops import while_loop
 
 __version__ = version("graphreplay-cuda")

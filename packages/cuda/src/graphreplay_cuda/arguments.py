@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphreplay import ConfigurationError
+from graphreplay import BackendUnavailableError, ConfigurationError
 from graphreplay_cuda.pools import PoolHandle
 
 MODES = ("global", "thread_local", "relaxed")
@@ -54,3 +54,21 @@ def check_pool(pool: Any) -> PoolHandle | None:
     raise ConfigurationError(
         f"pool is None, a handle of graph_pool_handle(), a pool_id or a CUDAGraph, not {type(pool).__name__}"
     )
+
+
+def why_no_cuda() -> str | None:
+    """Why this process has no CUDA device, or None if it has."""
+    if torch.cuda.is_available():
+        return None
+    return "no usable NVIDIA GPU or driver" if torch.version.cuda is not None else "this PyTorch is built without CUDA"
+
+
+def require_device() -> None:
+    """Refuses a machine without a CUDA device.
+
+    Raises:
+        BackendUnavailableError: with the reason.
+    """
+    why = why_no_cuda()
+    if why is not None:
+        raise BackendUnavailableError(f"CUDA graphs need a CUDA device: {why}")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from graphreplay_cuda import streams
-from graphreplay_cuda.graph import CUDAGraph, graph
+from graphreplay_cuda.context import graph
+from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.pools import PoolHandle
 
 

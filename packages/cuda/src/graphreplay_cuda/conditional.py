@@ -29,7 +29,7 @@ Kind = Literal["if", "else", "while"]
 
 _RUNS_IN_BODIES = frozenset({"KERNEL", "MEMCPY", "MEMSET", "EMPTY", "GRAPH", "CONDITIONAL"})
 """CUDA's rule for bodies (CUDA programming guide, conditional graph nodes). What else a capture can hold comes from
-collectives and events of other streams (EVENT_WAIT, EVENT_RECORD), and from calls into the host (HOST)."""
+collectives and events of other streams (WAIT_EVENT, EVENT_RECORD), and from calls into the host (HOST)."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Body:
     @property
     def end(self) -> driver.CaptureInfo:
         """Where the next node of the body graph goes."""
-        return driver.CaptureInfo(self.graph, self.tail)
+        return driver.CaptureInfo.behind(self.graph, self.tail)
 
 
 class Bodies:
@@ -65,6 +65,7 @@ class Bodies:
         self._generator = torch.cuda.default_generators[capture.device.index]
         self._random_state: Any = None
         self._outsider = torch.Generator(capture.device)
+        self._outsider.seed()  # other threads may draw from it meanwhile
 
     def begin(self, kind: Literal["if", "while"], predicate: Tensor) -> Body:
         """Adds a conditional node behind what the current stream holds, and captures into its body.

@@ -61,7 +61,12 @@ class CaptureInfo:
 
     graph: int
     dependencies: list[Any]
-    edges: list[Any] | None = None
+    edges: list[Any]
+
+    @classmethod
+    def behind(cls, graph: int, nodes: list[Any]) -> CaptureInfo:
+        """Behind these nodes of a graph, in full."""
+        return cls(graph, nodes, [bindings().CUgraphEdgeData() for _ in nodes])
 
 
 def capture_info(stream: int) -> CaptureInfo | None:
@@ -81,17 +86,18 @@ class _Thread(threading.local):
     has_context = False
 
 
-_thread = _Thread()
+thread = _Thread()
+"""What is known about the calling thread."""
 
 
 def ensure_context(index: int) -> None:
     """Gives a thread that has not used CUDA yet the context of a device: without any, calls of the driver crash."""
-    if not _thread.has_context:
+    if not thread.has_context:
         if not int(call("cuCtxGetCurrent")):
             device = call("cuDeviceGet", index)
             call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
             call("cuDevicePrimaryCtxRelease", device)  # torch holds it
-        _thread.has_context = True
+        thread.has_context = True
 
 
 def new_stream() -> int:
@@ -205,9 +211,10 @@ def node_kind(node: Any) -> str:
 def put_in_front(graph: int, kernel: Any) -> Any:
     """Adds a kernel node that everything else in a graph depends on, and returns it."""
     after = roots(graph)
-    node = add_kernel(CaptureInfo(graph, []), kernel)
+    node = add_kernel(CaptureInfo.behind(graph, []), kernel)
     if after:
-        call("cuGraphAddDependencies", bindings().CUgraph(graph), [node] * len(after), after, None, len(after))
+        full = CaptureInfo.behind(graph, after).edges
+        call("cuGraphAddDependencies", bindings().CUgraph(graph), [node] * len(after), after, full, len(after))
     return node
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphreplay import BackendUnavailableError, GraphedForward
+from graphreplay_cuda.arguments import why_no_cuda
 from graphreplay_cuda.captured import CapturedForward, PoolState, capture
 
 
@@ -19,9 +20,8 @@ class CUDAGraphedForward(GraphedForward):
     def resolve_device(cls, device: torch.device) -> torch.device:
         if device.type != "cuda":
             return device
-        if not torch.cuda.is_available():
-            built = torch.version.cuda is not None
-            why = "no usable NVIDIA GPU or driver" if built else "this PyTorch is built without CUDA"
+        why = why_no_cuda()
+        if why is not None:
             raise BackendUnavailableError(f"{device} is not here: {why}")
         index = torch.cuda.current_device() if device.index is None else device.index
         count = torch.cuda.device_count()

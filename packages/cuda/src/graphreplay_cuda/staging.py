@@ -7,22 +7,27 @@ are ordered with the graph's own work, on whatever stream it is launched.
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import operator
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, compress, count, repeat
 from struct import Struct
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from graphreplay import CaptureError, ConfigurationError
 from graphreplay.storage import extent, layout
-from graphreplay_cuda import driver, kernels
+from graphreplay_cuda import driver, kernels, streams
 from graphreplay_cuda.errors import DriverError, GraphStateError
 
-_SOURCES = 8 * kernels.CAPACITY
+SOURCES = 8 * kernels.CAPACITY
 """Where in a table the source addresses begin, in bytes."""
+
+_PLAIN_TYPES = {Tensor, Parameter}
 
 _BYTES_PER_BLOCK = 16 * kernels.THREADS
 """Bytes that a block copies at a time, with 16 by each thread."""
@@ -35,20 +40,71 @@ class Table:
     """The argument of the stage kernel, and the launch that goes with it: which bytes go where."""
 
     def __init__(self, kernel: Any, targets: Sequence[Tensor]) -> None:
-        words: Any = (ctypes.c_uint64 * (3 * kernels.CAPACITY))()
+        self.words: Any = (ctypes.c_uint64 * (3 * kernels.CAPACITY))()
         sizes = [extent(tensor) for tensor in targets]
-        words[: len(sizes)] = [tensor.data_ptr() for tensor in targets]
-        words[2 * kernels.CAPACITY : 2 * kernels.CAPACITY + len(sizes)] = sizes
-        self._words = words
-        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        for row, (tensor, size) in enumerate(zip(targets, sizes, strict=True)):
+            self.words[row], self.words[2 * kernels.CAPACITY + row] = tensor.data_ptr(), size
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
         blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
         grid = (blocks, max(1, len(sizes)))
         self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), grid, kernels.THREADS)
-        self._pack = Struct(f"{len(sizes)}Q").pack_into
+        self.pack_sources = Struct(f"{len(sizes)}Q").pack_into
+        """``pack_sources(words, SOURCES, *addresses)`` sets where the bytes come from."""
 
-    def point(self, sources: Sequence[Tensor]) -> None:
-        """Sets where the bytes come from."""
-        self._pack(self._words, _SOURCES, *map(Tensor.data_ptr, sources))
+
+class _Looks:
+    """What inputs must look like for their bytes to be what the buffers should get."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._like = like
+        self._shapes = [tensor.shape for tensor in like]
+        self._strides = [tensor.stride() for tensor in like]
+        self._dtypes = [tensor.dtype for tensor in like]
+        self._devices = [tensor.get_device() for tensor in like]
+        self._layouts = [tensor.layout for tensor in like]
+        self._complex = any(dtype.is_complex for dtype in self._dtypes)
+
+    def at(self, position: int) -> _Looks:
+        """Those of one input."""
+        return _Looks(self._like[position : position + 1])
+
+    def fit(self, inputs: Sequence[Any]) -> bool:
+        """Whether inputs do. One property of all at a time, since this runs on each call."""
+        return (
+            set(map(type, inputs)) <= _PLAIN_TYPES
+            and [tensor.shape for tensor in inputs] == self._shapes
+            and [tensor.dtype for tensor in inputs] == self._dtypes
+            and list(map(Tensor.get_device, inputs)) == self._devices
+            and [tensor.layout for tensor in inputs] == self._layouts
+            and list(map(Tensor.stride, inputs)) == self._strides
+            and not any(map(Tensor.is_neg, inputs))
+            and not (self._complex and any(map(Tensor.is_conj, inputs)))
+        )
+
+
+class Launches:
+    """The launches of one graph, which come one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self.last: int | None = None
+        """The raw stream of the latest one."""
+
+    def wait(self) -> None:
+        """Has the host wait for them."""
+        if self.last is not None:
+            streams.named(self.last, self.device).synchronize()
+
+
+def refuse_capture(what: str, cause: Exception | None = None) -> None:
+    """Refuses a launch while the current stream is captured.
+
+    Raises:
+        GraphStateError: it is.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise GraphStateError(f"{what} inside a capture, which takes in no graphs") from cause
 
 
 class CopyNode:
@@ -58,38 +114,38 @@ class CopyNode:
         CaptureError: the driver refuses.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-        self.kernel = kernels.stage(device.index)
-        self.device = device
-        self._graph = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches) -> None:
+        self.launches = launches
+        self.kernel = kernels.stage(launches.device.index)
+        self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
+        self.loaded = False
+        """Whether the next launch would copy what the latest one did."""
         self._nothing = Table(self.kernel, ())
-        self._loaded = False
+        launches.wait()  # instantiating anew destroys what is in flight
         try:
-            with torch.cuda.device(device):
-                driver.ensure_context(device.index)
-                self._node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
+            with torch.cuda.device(launches.device):
+                driver.ensure_context(launches.device.index)
+                self.node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
                 graph.instantiate()
         except (DriverError, RuntimeError) as error:
             raise CaptureError(f"inputs cannot be staged by this graph: {error}") from error
-        self._executable = driver.bindings().CUgraphExec(graph.raw_cuda_graph_exec())
-        self._set_params = driver.bindings().cuGraphExecKernelNodeSetParams
+        self.executable = driver.bindings().CUgraphExec(graph.raw_cuda_graph_exec())
+        self.set_params = driver.bindings().cuGraphExecKernelNodeSetParams
 
-    def launch(self, table: Table) -> None:
-        """Copies what the table says, then runs the graph, on the current stream."""
-        self._set(table)
-        self._loaded = True
-        self._graph.replay()
+    def close(self) -> None:
+        """Refuses launches from now on: the graph is gone."""
+        self.set_params = _refuse_reset
 
     def clear(self) -> None:
         """Has the next launch copy nothing."""
-        if self._loaded:
-            self._set(self._nothing)
-            self._loaded = False
+        if self.loaded:
+            driver.ensure_context(self.launches.device.index)
+            driver.call("cuGraphExecKernelNodeSetParams", self.executable, self.node, self._nothing.params)
+            self.loaded = False
 
-    def _set(self, table: Table) -> None:
-        (status,) = self._set_params(self._executable, self._node, table.params)
-        if status:
-            raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
+
+def _refuse_reset(*_: Any) -> NoReturn:
+    raise GraphStateError("stage_and_launch on a graph that was reset; take staging() of a captured graph")
 
 
 class Staging:
@@ -99,31 +155,25 @@ class Staging:
     rest by ``copy_``, ordered behind the graph's last launch.
     """
 
-    def __init__(
-        self,
-        node: CopyNode,
-        static_inputs: Sequence[Tensor],
-        lock: AbstractContextManager[Any],
-        launched: Callable[[], torch.cuda.Stream | None],
-    ) -> None:
+    def __init__(self, node: CopyNode, static_inputs: Sequence[Tensor]) -> None:
         self._static = list(static_inputs)
-        _check_static(self._static, node.device)
-        self._node, self._lock, self._launched = node, lock, launched
-        self._index = node.device.index
+        self._launches = node.launches
+        self._index = node.launches.device.index
+        _check_static(self._static, node.launches.device)
+        self._node = node
         self._by_node = _apart(self._static)[: kernels.CAPACITY]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
         self._table = Table(node.kernel, [self._static[p] for p in self._by_node])
-        self._shapes = [tensor.shape for tensor in self._static]
-        self._strides = [tensor.stride() for tensor in self._static]
-        self._kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in self._static]
-        spans = sorted((t.data_ptr(), t.data_ptr() + extent(t)) for t in self._static if t.numel())
+        self._looks = _Looks(self._static)
+        self._sizes = [extent(tensor) for tensor in self._static]
+        spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
         self._starts = [start for start, _ in spans]
-        self._ends = _running_max([end for _, end in spans])
+        self._ends = list(accumulate((end for _, end in spans), max, initial=0))
 
     def serves(self, static_inputs: Sequence[Tensor]) -> bool:
         """Whether these are its buffers, the same objects in the same order."""
         ours = self._static
-        return len(static_inputs) == len(ours) and all(a is b for a, b in zip(ours, static_inputs, strict=True))
+        return len(static_inputs) == len(ours) and all(map(operator.is_, ours, static_inputs))
 
     def stage_and_launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies the inputs and launches the graph; errors as for ``CUDAGraph.stage_and_launch``."""
@@ -131,31 +181,33 @@ class Staging:
             self.launch(self._plain(inputs))
 
     def launch(self, inputs: Sequence[Tensor]) -> None:
-        """As ``stage_and_launch``, but trusts the caller that every input is a tensor of its buffer's dtype, device,
-        shape and strides, not lazily conjugated or negated, and shares no memory with any buffer. Anything else would
-        copy foreign memory."""
-        by_node: Sequence[Tensor] = inputs
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
-                return self.launch(inputs)
-        driver.ensure_context(self._index)
-        with self._lock:
-            last = self._launched()
+        """As ``stage_and_launch``, but trusts the caller that there is one input for each buffer: a tensor of the same
+        dtype, device, shape and strides, not lazily conjugated or negated, that shares no memory with any buffer.
+        Anything else may copy foreign memory."""
+        if not driver.thread.has_context:
+            driver.ensure_context(self._index)
+        node, table, launches = self._node, self._table, self._launches
+        with launches.lock:
             if self._rest:
-                self._copy_rest(inputs, last)
-                by_node = [inputs[p] for p in self._by_node]
-            self._table.point(by_node)
+                self._copy_rest(inputs)
+                inputs = [inputs[p] for p in self._by_node]
+            table.pack_sources(table.words, SOURCES, *map(Tensor.data_ptr, inputs))
+            (status,) = node.set_params(node.executable, node.node, table.params)
+            if status:
+                raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
+            node.loaded = True
             try:
-                self._node.launch(self._table)
+                node.replay()
             except RuntimeError as error:
-                if torch.cuda.is_current_stream_capturing():
-                    raise GraphStateError("a graph cannot be launched inside a capture") from error
+                refuse_capture("stage_and_launch", error)
                 raise
-        return None
+            launches.last = torch._C._cuda_getCurrentRawStream(self._index)
 
-    def _copy_rest(self, inputs: Sequence[Tensor], last: torch.cuda.Stream | None) -> None:
+    def _copy_rest(self, inputs: Sequence[Tensor]) -> None:
+        refuse_capture("stage_and_launch")
+        device, last = self._launches.device, self._launches.last
         if last is not None:
-            torch.cuda.current_stream(self._node.device).wait_stream(last)
+            torch.cuda.current_stream(device).wait_stream(streams.named(last, device))
         for position in self._rest:
             self._static[position].copy_(inputs[position])
 
@@ -163,37 +215,27 @@ class Staging:
         """The inputs, converted where the copy node needs that, and copied where they share memory with a buffer."""
         if len(inputs) != len(self._static):
             raise ConfigurationError(f"{len(inputs)} inputs for {len(self._static)} static inputs")
-        for position, tensor in enumerate(inputs):
-            if not isinstance(tensor, Tensor):
-                raise ConfigurationError(f"input {position} is no tensor but {type(tensor).__name__}")
         plain = list(inputs)
-        for position in self._unlike(plain):
-            target = self._static[position]
-            dense = torch.empty_strided(target.shape, _dense_strides(target), dtype=target.dtype, device=target.device)
-            plain[position] = dense.copy_(plain[position])
-        for position, tensor in enumerate(plain):
-            address = tensor.data_ptr()
-            before = bisect_right(self._starts, address + extent(tensor) - 1)  # buffers that start before its end
-            if before and self._ends[before - 1] > address and tensor.numel():
-                plain[position] = tensor.clone()
+        if not self._looks.fit(plain):
+            for position, tensor in enumerate(inputs):
+                if not isinstance(tensor, Tensor):
+                    raise ConfigurationError(f"input {position} is no tensor but {type(tensor).__name__}")
+                if not self._looks.at(position).fit([tensor]):
+                    plain[position] = self._converted(position, tensor)
+        addresses = list(map(Tensor.data_ptr, plain))
+        # How many buffers start before each input ends, and how far those reach.
+        before = map(bisect_left, repeat(self._starts), map(operator.add, addresses, self._sizes))
+        reach = map(self._ends.__getitem__, before)
+        for position in compress(count(), map(operator.gt, reach, addresses)):
+            plain[position] = self._converted(position, plain[position])
         return plain
 
-    def _unlike(self, inputs: list[Tensor]) -> list[int]:
-        """Positions of inputs whose bytes are not those that the buffer should get."""
-        kinds = [(tensor.dtype, tensor.device, tensor.layout) for tensor in inputs]
-        if (
-            kinds == self._kinds
-            and [tensor.shape for tensor in inputs] == self._shapes
-            and list(map(Tensor.stride, inputs)) == self._strides
-            and not any(map(Tensor.is_neg, inputs))
-            and not any(map(Tensor.is_conj, inputs))
-        ):
-            return []
-        return [p for p, tensor in enumerate(inputs) if kinds[p] != self._kinds[p] or not self._same_layout(p, tensor)]
-
-    def _same_layout(self, position: int, tensor: Tensor) -> bool:
-        lazy = tensor.is_neg() or tensor.is_conj()
-        return not lazy and tensor.shape == self._shapes[position] and tensor.stride() == self._strides[position]
+    def _converted(self, position: int, tensor: Tensor) -> Tensor:
+        """The values of an input in a new tensor, laid out as the buffer, or contiguous if that has gaps."""
+        target = self._static[position]
+        dense = layout(target) == (False, False)
+        strides = target.stride() if dense else torch.empty(target.shape, device="meta").stride()
+        return torch.empty_strided(target.shape, strides, dtype=target.dtype, device=target.device).copy_(tensor)
 
 
 def _check_static(static_inputs: list[Tensor], device: torch.device) -> None:
@@ -217,18 +259,3 @@ def _apart(tensors: list[Tensor]) -> list[int]:
             apart.append(position)
         reach = max(reach, end)
     return sorted(apart)
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides if it is dense, else those of a contiguous tensor of its shape."""
-    if layout(tensor) == (False, False):
-        return tuple(tensor.stride())
-    return tuple(torch.empty(tensor.shape, device="meta").stride())
-
-
-def _running_max(values: list[int]) -> list[int]:
-    highest, result = 0, []
-    for value in values:
-        highest = max(highest, value)
-        result.append(highest)
-    return result

@@ -60,6 +60,11 @@ def give_workspace(stream: torch.cuda.Stream) -> None:
         torch.cuda.current_blas_handle()
 
 
+def named(raw: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of a device that has this raw handle."""
+    return torch.cuda.ExternalStream(raw, device=device) if raw else torch.cuda.default_stream(device)
+
+
 def _new(index: int) -> torch.cuda.Stream:
     with torch.cuda.device(index):
         driver.ensure_context(index)

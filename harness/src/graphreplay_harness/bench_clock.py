@@ -1,0 +1,84 @@
+"""How long calls keep the host and the device, in microseconds, each by a clock of its own.
+
+A call may run more than once for one number.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+Given = TypeVar("Given")
+
+_BUSY_CYCLES = 200_000
+"""How long the device is kept busy before a call, to begin with: about 100 µs."""
+
+_DOUBLINGS = 12
+"""Of that, before a call counts as one that waits for the device."""
+
+
+def host_us(call: Callable[[Given], object], given: Given) -> float:
+    """Microseconds until the call returns, from an idle device on."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(given)
+    return (time.perf_counter() - start) * 1e6
+
+
+def device_us(call: Callable[[Given], object], given: Given) -> float:
+    """Microseconds that the device works on what the call puts on the current stream, with one pair of events around.
+
+    The device is kept busy until the call has returned; otherwise the time would hold gaps in which the device waits
+    for the host.
+
+    Raises:
+        RuntimeError: the call waits for the device.
+    """
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for doubling in range(_DOUBLINGS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_BUSY_CYCLES << doubling)
+        begin.record()
+        call(given)
+        end.record()
+        in_time = not begin.query()
+        end.synchronize()
+        if in_time:
+            return float(begin.elapsed_time(end)) * 1e3
+    raise RuntimeError("a call that waits for the device cannot be timed on the device alone")
+
+
+def queued_us(call: Callable[[Given], object], given: Sequence[Given], calls: int) -> float:
+    """Microseconds a call when so many are put back to back and awaited together. They take what is given in turn."""
+    turns = [given[number % len(given)] for number in range(calls)]
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for each in turns:
+        call(each)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / calls
+
+
+def interleave(names: Sequence[str], repeats: int, sample: Callable[[str, int], float]) -> dict[str, list[float]]:
+    """Calls ``sample(name, repeat)`` for every name in each repeat, so that noise hits all alike. The order is shuffled
+    anew each time, since a call also finds the caches as the one before has left them."""
+    shuffle = random.Random(0).shuffle
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    order = list(names)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for repeat in range(repeats):
+            shuffle(order)
+            for name in order:
+                samples[name].append(sample(name, repeat))
+    finally:
+        if collecting:
+            gc.enable()
+    return samples

@@ -1,0 +1,61 @@
+"""A capture as a block, and what goes with it."""
+
+from __future__ import annotations
+
+import torch
+
+from graphreplay_cuda.arguments import require_device
+from graphreplay_cuda.errors import GraphStateError
+from graphreplay_cuda.graph import CUDAGraph
+from graphreplay_cuda.pools import PoolHandle
+
+
+class graph:  # a function in all but name; frames of a generator would keep an error, and its tensors, alive
+    """Captures a block into ``cuda_graph``: ``with graph(g): …``.
+
+    Arguments and errors are those of ``capture_begin`` and ``capture_end``. If the block raises, the capture is given
+    up, all is as before, and the error goes on.
+    """
+
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: tuple[int, int] | CUDAGraph | torch.cuda.CUDAGraph | None = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> None:
+        self._graph = cuda_graph
+        self._arguments = pool, capture_error_mode, stream
+
+    def __enter__(self) -> CUDAGraph:
+        self._graph.capture_begin(*self._arguments)
+        return self._graph
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self._end()
+        else:
+            for trouble in self._graph._give_up():
+                error.add_note(f"and {trouble}")
+
+    def _end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except GraphStateError:  # a body was left open; the block is over, so nobody can end it
+            self._graph._give_up()
+            raise
+
+
+def graph_pool_handle() -> PoolHandle:
+    """A name for a memory pool that several graphs share; torch takes it as well.
+
+    Raises:
+        BackendUnavailableError: there is no CUDA device.
+    """
+    require_device()
+    return PoolHandle(torch.cuda.graph_pool_handle())
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether the current stream is being captured, by a CUDAGraph or anyone else; False without a CUDA device."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
