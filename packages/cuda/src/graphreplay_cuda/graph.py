@@ -161,7 +161,11 @@ class CUDAGraph(ConditionalNodes):
         """
         check_stream(stream, for_replay=True)
         graph = self._captured("replay")
-        with torch.cuda.stream(stream), self._launches.lock:
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                self.replay()
+            return
+        with self._launches.lock:
             if self._copy_node is not None:
                 self._copy_node.clear()
             try:

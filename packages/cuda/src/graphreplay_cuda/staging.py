@@ -11,6 +11,7 @@ import operator
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, compress, count, repeat
 from struct import Struct
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from graphreplay.storage import extent, layout
 from graphreplay_cuda import driver, kernels, streams
 from graphreplay_cuda.errors import DriverError, GraphStateError
 
-SOURCES = 8 * kernels.CAPACITY
+_SOURCES = 8 * kernels.CAPACITY
 """Where in a table the source addresses begin, in bytes."""
 
 _PLAIN_TYPES = {Tensor, Parameter}
@@ -40,16 +41,16 @@ class Table:
     """The argument of the stage kernel, and the launch that goes with it: which bytes go where."""
 
     def __init__(self, kernel: Any, targets: Sequence[Tensor]) -> None:
-        self.words: Any = (ctypes.c_uint64 * (3 * kernels.CAPACITY))()
+        words: Any = (ctypes.c_uint64 * (3 * kernels.CAPACITY))()
         sizes = [extent(tensor) for tensor in targets]
         for row, (tensor, size) in enumerate(zip(targets, sizes, strict=True)):
-            self.words[row], self.words[2 * kernels.CAPACITY + row] = tensor.data_ptr(), size
-        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(self.words))
+            words[row], words[2 * kernels.CAPACITY + row] = tensor.data_ptr(), size
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
         blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
         grid = (blocks, max(1, len(sizes)))
         self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), grid, kernels.THREADS)
-        self.pack_sources = Struct(f"{len(sizes)}Q").pack_into
-        """``pack_sources(words, SOURCES, *addresses)`` sets where the bytes come from."""
+        self.pack_sources = partial(Struct(f"{len(sizes)}Q").pack_into, words, _SOURCES)
+        """``pack_sources(*addresses)`` sets where the bytes come from."""
 
 
 class _Looks:
@@ -163,7 +164,8 @@ class Staging:
         self._node = node
         self._by_node = _apart(self._static)[: kernels.CAPACITY]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
-        self._table = Table(node.kernel, [self._static[p] for p in self._by_node])
+        table = Table(node.kernel, [self._static[p] for p in self._by_node])
+        self._pack, self._params = table.pack_sources, table.params
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
@@ -186,13 +188,14 @@ class Staging:
         Anything else may copy foreign memory."""
         if not driver.thread.has_context:
             driver.ensure_context(self._index)
-        node, table, launches = self._node, self._table, self._launches
+        node = self._node
+        launches = node.launches
         with launches.lock:
             if self._rest:
                 self._copy_rest(inputs)
                 inputs = [inputs[p] for p in self._by_node]
-            table.pack_sources(table.words, SOURCES, *map(Tensor.data_ptr, inputs))
-            (status,) = node.set_params(node.executable, node.node, table.params)
+            self._pack(*map(Tensor.data_ptr, inputs))
+            (status,) = node.set_params(node.executable, node.node, self._params)
             if status:
                 raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
             node.loaded = True
