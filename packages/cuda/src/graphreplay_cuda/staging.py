@@ -164,8 +164,7 @@ class Staging:
         self._node = node
         self._by_node = _apart(self._static)[: kernels.CAPACITY]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
-        table = Table(node.kernel, [self._static[p] for p in self._by_node])
-        self._pack, self._params = table.pack_sources, table.params
+        self._table = Table(node.kernel, [self._static[p] for p in self._by_node])
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
@@ -188,14 +187,13 @@ class Staging:
         Anything else may copy foreign memory."""
         if not driver.thread.has_context:
             driver.ensure_context(self._index)
-        node = self._node
-        launches = node.launches
+        node, table, launches = self._node, self._table, self._launches
         with launches.lock:
             if self._rest:
                 self._copy_rest(inputs)
                 inputs = [inputs[p] for p in self._by_node]
-            self._pack(*map(Tensor.data_ptr, inputs))
-            (status,) = node.set_params(node.executable, node.node, self._params)
+            table.pack_sources(*map(Tensor.data_ptr, inputs))
+            (status,) = node.set_params(node.executable, node.node, table.params)
             if status:
                 raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
             node.loaded = True
