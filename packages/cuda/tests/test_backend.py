@@ -212,3 +212,24 @@ with torch.no_grad():
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # of forks among threads
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "7\n16.0 2\n", "")
+
+
+@gpu
+def test_a_capture_may_be_the_first_thing_that_uses_the_device():
+    program = """
+import threading, torch
+from graphreplay_cuda import CUDAGraph, graph, graph_pool_handle
+def first():
+    made = CUDAGraph()
+    with graph(made):
+        y = torch.ones(4, device="cuda") * 3
+    made.replay()
+    torch.cuda.current_stream().synchronize()
+    print(y.sum().item())
+thread = threading.Thread(target=first)
+thread.start()
+thread.join()
+first()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "12.0\n12.0\n", "")

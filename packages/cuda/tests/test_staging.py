@@ -7,7 +7,7 @@ import torch
 from cuda_health import assert_healthy
 
 import graphreplay
-from graphreplay_cuda import CUDAGraph, GraphStateError, graph, kernels
+from graphreplay_cuda import CUDAGraph, GraphStateError, graph
 from graphreplay_cuda.staging import _apart
 
 gpu = pytest.mark.cuda
@@ -39,7 +39,7 @@ def passing_on(static):
 
 
 @gpu
-@pytest.mark.parametrize("count", [0, 1, 4, 15, 64, kernels.CAPACITY, kernels.CAPACITY + 7])
+@pytest.mark.parametrize("count", [0, 1, 4, 15, 64, 128, 135])
 def test_every_input_reaches_its_buffer(count):
     static = [torch.zeros(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     made, outputs = passing_on(static)
@@ -252,6 +252,15 @@ def test_other_static_inputs_take_turns_on_one_graph():
     made.stage_and_launch([b], [torch.full((8,), 2.0, device="cuda")])
     assert (c[0].item(), d[0].item()) == (1.0, 2.0)
     assert made.staging([b]) is made.staging([b])
+
+
+@gpu
+def test_lists_of_any_length_take_turns_on_one_graph():
+    static = [torch.zeros(8, device="cuda") for _ in range(100)]
+    made, outputs = passing_on(static)
+    for turn, count in enumerate((1, 100, 20, 3, 64, 100)):
+        made.stage_and_launch(static[:count], [torch.full((8,), turn + 1.0, device="cuda")] * count)
+        assert {output.unique().item() for output in outputs[:count]} == {turn + 1.0}
 
 
 @gpu

@@ -48,9 +48,8 @@ class Capture:
         self._routed = False
         self.bodies = Bodies(self)
         free_deferred()
-        # Both before the capture, which they would break or whose memory they would take.
+        # Both before the capture, whose memory they would take, or which they would break.
         streams.give_workspace(stream)
-        kernels.stage(self.device.index)
         if features.available("if nodes"):
             kernels.set_predicate(self.device.index)
         self.number: Any = pool.enter()  # torch has a type of its own for it

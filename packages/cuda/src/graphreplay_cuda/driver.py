@@ -94,9 +94,8 @@ def ensure_context(index: int) -> None:
     """Gives a thread that has not used CUDA yet the context of a device: without any, calls of the driver crash."""
     if not thread.has_context:
         if not int(call("cuCtxGetCurrent")):
-            device = call("cuDeviceGet", index)
-            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
-            call("cuDevicePrimaryCtxRelease", device)  # torch holds it
+            # Torch may not hold it yet, so it is not given back.
+            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index)))
         thread.has_context = True
 
 

@@ -9,9 +9,9 @@ import torch
 
 from graphreplay_cuda import driver, features
 
-CAPACITY = 128
-"""Tensors that one launch of the stage kernel copies. Its table then has 3 KiB of the 4 KiB that kernel parameters may
-have on every device."""
+CAPACITIES = (4, 16, 64, 128)
+"""How many tensors the stage kernels copy in one launch, one kernel each: the driver takes longer for larger tables. The
+largest has 3 KiB of the 4 KiB that kernel parameters may have on every device."""
 
 THREADS = 256
 """Threads in a block of the stage kernel."""
@@ -79,14 +79,20 @@ REST_{size}:
 NOT_{size}:
 """
 
-_STAGE = f"""
+
+def _stage_ptx(capacity: int) -> bytes:
+    copies = "".join(
+        _COPY_UNITS.format(size=size, size_minus_1=size - 1, log2=size.bit_length() - 1, type=kind, register=register)
+        for size, (kind, register) in _UNITS.items()
+    )
+    return f"""
 .version 8.0
 .target sm_70
 .address_size 64
 
 // stage(table): block row y copies nbytes[y] bytes from src[y] to dst[y]. The table is
-// {{ u64 dst[{CAPACITY}], src[{CAPACITY}], nbytes[{CAPACITY}] }} and travels by value with each launch.
-.visible .entry stage(.param .align 8 .b8 table[{24 * CAPACITY}])
+// {{ u64 dst[{capacity}], src[{capacity}], nbytes[{capacity}] }} and travels by value with each launch.
+.visible .entry stage(.param .align 8 .b8 table[{24 * capacity}])
 {{
     .reg .pred %p;
     .reg .b16 %h;
@@ -98,8 +104,8 @@ _STAGE = f"""
     mov.b64 %a, table;
     add.s64 %a, %a, %t;
     ld.param.u64 %dst, [%a];
-    ld.param.u64 %src, [%a+{8 * CAPACITY}];
-    ld.param.u64 %size, [%a+{16 * CAPACITY}];
+    ld.param.u64 %src, [%a+{8 * capacity}];
+    ld.param.u64 %size, [%a+{16 * capacity}];
     cvta.to.global.u64 %dst, %dst;
     cvta.to.global.u64 %src, %src;
     or.b64 %both, %dst, %src;
@@ -112,12 +118,7 @@ _STAGE = f"""
     cvt.u64.u32 %t, %lane;
     add.u64 %thread, %thread, %t;
     mul.wide.u32 %threads, %blocks, %size_of_block;
-{
-    "".join(
-        _COPY_UNITS.format(size=size, size_minus_1=size - 1, log2=size.bit_length() - 1, type=kind, register=register)
-        for size, (kind, register) in _UNITS.items()
-    )
-}
+{copies}
     mov.u64 %k, 0;
 BYTES: // from byte k on
     add.u64 %k, %k, %thread;
@@ -150,8 +151,8 @@ def set_predicate(index: int) -> Any:
 
 
 @cache
-def stage(index: int) -> Any:
-    """The kernel that copies up to CAPACITY tensors, loaded for the device with this index."""
+def stage(index: int, capacity: int) -> Any:
+    """The kernel that copies so many tensors at most, one of CAPACITIES, loaded for the device with this index."""
     with torch.cuda.device(index):
         driver.ensure_context(index)
-        return driver.load_kernel(_STAGE, "stage")
+        return driver.load_kernel(_stage_ptx(capacity), "stage")

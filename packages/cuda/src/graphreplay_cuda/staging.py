@@ -25,31 +25,30 @@ from graphreplay.storage import extent, layout
 from graphreplay_cuda import driver, kernels, streams
 from graphreplay_cuda.errors import DriverError, GraphStateError
 
-_SOURCES = 8 * kernels.CAPACITY
-"""Where in a table the source addresses begin, in bytes."""
-
 _PLAIN_TYPES = {Tensor, Parameter}
 
 _BYTES_PER_BLOCK = 16 * kernels.THREADS
 """Bytes that a block copies at a time, with 16 by each thread."""
 
 _MAX_BLOCKS = 128
-"""Blocks for one tensor; larger ones are walked through. With all 128 rows that is several waves on any GPU."""
+"""Blocks for one tensor; larger ones are walked through. With 128 rows that is several waves on any GPU."""
 
 
 class Table:
-    """The argument of the stage kernel, and the launch that goes with it: which bytes go where."""
+    """The argument of a stage kernel, and the launch that goes with it: which bytes go where."""
 
-    def __init__(self, kernel: Any, targets: Sequence[Tensor]) -> None:
-        words: Any = (ctypes.c_uint64 * (3 * kernels.CAPACITY))()
+    def __init__(self, index: int, targets: Sequence[Tensor]) -> None:
+        capacity = next(capacity for capacity in kernels.CAPACITIES if len(targets) <= capacity)
+        words: Any = (ctypes.c_uint64 * (3 * capacity))()
         sizes = [extent(tensor) for tensor in targets]
         for row, (tensor, size) in enumerate(zip(targets, sizes, strict=True)):
-            words[row], words[2 * kernels.CAPACITY + row] = tensor.data_ptr(), size
+            words[row], words[2 * capacity + row] = tensor.data_ptr(), size
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
         blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
         grid = (blocks, max(1, len(sizes)))
+        kernel = kernels.stage(index, capacity)
         self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), grid, kernels.THREADS)
-        self.pack_sources = partial(Struct(f"{len(sizes)}Q").pack_into, words, _SOURCES)
+        self.pack_sources = partial(Struct(f"{len(sizes)}Q").pack_into, words, 8 * capacity)
         """``pack_sources(*addresses)`` sets where the bytes come from."""
 
 
@@ -117,11 +116,10 @@ class CopyNode:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches) -> None:
         self.launches = launches
-        self.kernel = kernels.stage(launches.device.index)
         self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
         self.loaded = False
         """Whether the next launch would copy what the latest one did."""
-        self._nothing = Table(self.kernel, ())
+        self._nothing = Table(launches.device.index, ())
         launches.wait()  # instantiating anew destroys what is in flight
         try:
             with torch.cuda.device(launches.device):
@@ -152,7 +150,7 @@ def _refuse_reset(*_: Any) -> NoReturn:
 class Staging:
     """``stage_and_launch`` for one list of static inputs.
 
-    Buffers that are dense and apart from each other are written by the graph's copy node, up to CAPACITY of them; the
+    Buffers that are dense and apart from each other are written by the graph's copy node, up to the largest of CAPACITIES; the
     rest by ``copy_``, ordered behind the graph's last launch.
     """
 
@@ -162,9 +160,9 @@ class Staging:
         self._index = node.launches.device.index
         _check_static(self._static, node.launches.device)
         self._node = node
-        self._by_node = _apart(self._static)[: kernels.CAPACITY]
+        self._by_node = _apart(self._static)[: kernels.CAPACITIES[-1]]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
-        self._table = Table(node.kernel, [self._static[p] for p in self._by_node])
+        self._table = Table(self._index, [self._static[p] for p in self._by_node])
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
