@@ -207,6 +207,7 @@ class CUDAGraph(ConditionalNodes):
         graph = self._captured("stage_and_launch")
         with self._launches.lock:
             if self._staging is None or not self._staging.serves(static_inputs):
+                refuse_capture("staging")  # it loads a kernel, and instantiates
                 self._copy_node = self._copy_node or CopyNode(graph, self._launches)
                 self._staging = Staging(self._copy_node, static_inputs)
             return self._staging

@@ -10,8 +10,8 @@ import torch
 from graphreplay_cuda import driver, features
 
 CAPACITIES = (4, 16, 64, 128)
-"""How many tensors the stage kernels copy in one launch, one kernel each: the driver takes longer for larger tables. The
-largest has 3 KiB of the 4 KiB that kernel parameters may have on every device."""
+"""How many tensors the stage kernels copy in one launch, one kernel for each: the driver takes longer for a larger
+table. The largest has 3 KiB of the 4 KiB that kernel parameters may have on every device."""
 
 THREADS = 256
 """Threads in a block of the stage kernel."""

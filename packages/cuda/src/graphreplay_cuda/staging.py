@@ -150,8 +150,8 @@ def _refuse_reset(*_: Any) -> NoReturn:
 class Staging:
     """``stage_and_launch`` for one list of static inputs.
 
-    Buffers that are dense and apart from each other are written by the graph's copy node, up to the largest of CAPACITIES; the
-    rest by ``copy_``, ordered behind the graph's last launch.
+    Buffers that are dense and apart from each other are written by the graph's copy node, up to the largest of
+    CAPACITIES; the rest by ``copy_``, ordered behind the graph's last launch.
     """
 
     def __init__(self, node: CopyNode, static_inputs: Sequence[Tensor]) -> None:
