@@ -65,8 +65,25 @@ def test_a_body_that_changes_the_structure_is_refused(device, result, problem):
         while_loop(lambda x, n: n < 2, result, state)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_tensor_under_two_names_is_two_values(device):
+    x, n = torch.zeros(4, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    a, b, c, _ = while_loop(
+        lambda a, b, c, n: n < 3, lambda a, b, c, n: (a + 1, b.add_(10), c, n + 1), (x, x, x[:2], n)
+    )
+    assert (a[0].item(), b[0].item(), c[0].item(), x[0].item()) == (3.0, 30.0, 0.0, 0.0)
+
+
+def test_gradients_pass_through_the_eager_loop():
+    x = torch.tensor(3.0, requires_grad=True)
+    n = torch.tensor(0)
+    y, _ = while_loop(lambda y, n: n < 3, lambda y, n: (y * y, n + 1), (x, n))
+    y.backward()
+    assert (y.item(), x.grad.item()) == (3.0**8, 8 * 3.0**7)
+
+
 def test_what_is_carried_is_a_tuple():
-    with pytest.raises(TypeError, match="carried is a tuple of values, not Tensor"):
+    with pytest.raises(graphreplay.UnsupportedLeafError, match="a tuple of values is carried, not Tensor"):
         while_loop(lambda x: x > 0, lambda x: (x,), torch.ones(1))
 
 
@@ -99,6 +116,21 @@ def test_in_a_capture_permutations_hold():
         trips.fill_(n)
         made.replay()
         assert (a[0].item(), b[0].item()) == expected
+
+
+@gpu
+def test_in_a_capture_one_tensor_under_two_names_is_two_values():
+    x, trips, made = torch.zeros(4, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda"), CUDAGraph()
+
+    def body(a, b, n):
+        return a + 1, b.add_(10), n + 1
+
+    with graph(made):
+        a, b, _ = while_loop(lambda a, b, n: n < trips, body, (x, x, torch.zeros_like(trips)))
+    for n in (3, 0, 5):
+        trips.fill_(n)
+        made.replay()
+        assert (a[0].item(), b[0].item(), x[0].item()) == (n, 10 * n, 0)
 
 
 @gpu

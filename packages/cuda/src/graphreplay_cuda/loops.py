@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphreplay import CaptureError, TreeMismatchError, clone_static
+from graphreplay import CaptureError, TreeMismatchError, UnsupportedLeafError
 from graphreplay.capture import capturing_here
 from graphreplay.hostsync import host_sync_allowed
 from graphreplay.signature import describe_difference, differences, flatten, is_tensor_node
 from graphreplay.storage import storage_ids
-from graphreplay.tree import tensors
+from graphreplay.tree import replace_tensors, tensors
 from graphreplay_cuda.blocks import WhileNode
 from graphreplay_cuda.capture import Capture, current_capture
 from graphreplay_cuda.conditional import check_predicate
@@ -39,68 +39,70 @@ def while_loop(cond: Callable[..., Tensor], body: Callable[..., Any], carried: C
         overwrites them.
 
     Raises:
+        UnsupportedLeafError: ``carried`` is no tuple, or a leaf may hide a tensor (a TypeError).
         TreeMismatchError: ``body`` returns values of another structure; the path names the first difference.
         PredicateError: ``cond`` returns something other than one bool on the device.
         ConditionalBodyError: the body did what none can, such as drawing random numbers.
         CaptureError: called inside a capture that no CUDAGraph began.
     """
     capture = current_capture()
-    if capture is not None:
-        return _as_node(capture, cond, body, carried)
     state = _own(carried)
-    leaves = tensors(state)
-    device = leaves[0].device if leaves else torch.device("cpu")
-    warming_up = device.type == "cuda" and capturing_here()
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capture is not None:
+        return _as_node(capture, cond, body, state)
+    on_device = any(leaf.is_cuda for leaf in tensors(state, "carried"))
+    if on_device and torch.cuda.is_current_stream_capturing():
         raise CaptureError("while_loop inside a capture that no CUDAGraph began; capture with graphreplay_cuda.graph")
-    again = _read(cond(*state), device, warming_up)
+    warming_up = on_device and capturing_here()
+    again = _read(cond(*state), warming_up)
     if warming_up and not again:
         body(*_own(state))  # the capture takes it in, so whatever it needs must have run before
     while again:
-        _assign(state, body(*state))
-        again = _read(cond(*state), device, warming_up)
+        new = body(*state)
+        _check_structure(state, new)
+        state = _own(new)
+        again = _read(cond(*state), warming_up)
     return state
 
 
-def _as_node(capture: Capture, cond: Callable[..., Tensor], body: Callable[..., Any], carried: Carried) -> Carried:
-    state = _own(carried)
+def _as_node(capture: Capture, cond: Callable[..., Tensor], body: Callable[..., Any], state: Carried) -> Carried:
+    into = tensors(state, "carried")
+    storages = set(storage_ids(into))
     with WhileNode(capture, cond(*state)) as loop:
-        _assign(state, body(*state))
+        new = body(*state)
+        _check_structure(state, new)
+        source = tensors(new, "carried")
+        # A new value may be an old one under another name, as in a swap, so all are read before any is written.
+        pairs = zip(into, source, storage_ids(source), strict=True)
+        values = [v.clone() if v is not old and storage in storages else v for old, v, storage in pairs]
+        for old, value in zip(into, values, strict=True):
+            if old is not value:
+                old.copy_(value)
         loop.set(cond(*state))
     return state
 
 
 def _own(carried: Carried) -> Carried:
+    """The same values, each tensor in memory of its own: what is carried under two names is two values."""
     if not isinstance(carried, tuple):
-        raise TypeError(f"carried is a tuple of values, not {type(carried).__name__}")
-    own: Carried = clone_static(carried, "carried")
+        raise UnsupportedLeafError("carried", f"a tuple of values is carried, not {type(carried).__name__}")
+    leaves = tensors(carried, "carried")
+    own: Carried = replace_tensors(carried, iter([leaf.clone() for leaf in leaves]))
     return own
 
 
-def _read(predicate: Tensor, device: torch.device, warming_up: bool) -> bool:
-    check_predicate(predicate, device)
+def _read(predicate: Tensor, warming_up: bool) -> bool:
+    check_predicate(predicate, getattr(predicate, "device", torch.device("cpu")))
     if not warming_up:
         return bool(predicate)
     with host_sync_allowed():
         return bool(predicate)
 
 
-def _assign(state: tuple[Any, ...], new: Any) -> None:
-    """Copies new values onto the state. A new value may be an old one under another name, as in a swap."""
-    was, into = flatten(state, "carried")
-    now, source = flatten(new, "carried")
+def _check_structure(state: Any, new: Any) -> None:
+    was, _ = flatten(state, "carried")
+    now, _ = flatten(new, "carried")
     for path, old, changed in differences(was, now, "carried"):
-        if not _movable(old, changed):
+        # A copy converts strides; all else would change what the loop carries.
+        movable = is_tensor_node(old) and is_tensor_node(changed) and (old[0], *old[2:]) == (changed[0], *changed[2:])
+        if not movable:
             raise TreeMismatchError(path, f"the loop's body changes it: {describe_difference(old, changed)}")
-    old_storages = set(storage_ids(into))
-    values = [
-        value.clone() if value is not target and storage in old_storages else value
-        for target, value, storage in zip(into, source, storage_ids(source), strict=True)
-    ]
-    for target, value in zip(into, values, strict=True):
-        if target is not value:
-            target.copy_(value)
-
-
-def _movable(old: Any, new: Any) -> bool:
-    return bool(is_tensor_node(old) and is_tensor_node(new) and old[0] == new[0] and old[2] == new[2])
