@@ -210,14 +210,17 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         made = [t for t in (*given, *output_leaves) if t.untyped_storage()._cdata not in watch.storage_ids]
         if any(tensor.requires_grad for tensor in made):
             raise UnsupportedLeafError("forward", "it turns gradients on, which a graph would lose")
+        written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
+        with _Phase("staging"):
+            keep_alive = request.options.keep_alive
+            entry = Entry(graph, inputs, written, observer.repeatable, outputs, output_leaves, keep_alive)
     except BaseException:
         graph.reset()
         raise
     for storage, tensor in observer.outside.items():
         if storage not in watch.storage_ids:
             watch.add(f"of shape {tuple(tensor.shape)} from outside the module", tensor)
-    written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
-    return Entry(graph, inputs, written, observer.repeatable, outputs, output_leaves, request.options.keep_alive)
+    return entry
 
 
 def _check_sources(outside: dict[int, Tensor], watch: ModuleWatch) -> None:

@@ -48,7 +48,10 @@ def check_pool(pool: Any) -> PoolHandle | None:
     if pool is None or isinstance(pool, PoolHandle):
         return pool
     if isinstance(pool, torch.cuda.CUDAGraph):
-        pool = pool.pool()
+        try:
+            pool = pool.pool()
+        except RuntimeError as error:
+            raise ConfigurationError("this torch.cuda.CUDAGraph has no pool yet; capture into it first") from error
     if isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(part, int) for part in pool):
         return PoolHandle(pool)
     raise ConfigurationError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from graphreplay import CaptureError
 from graphreplay.capture import collector_hold
 from graphreplay_cuda import driver, features, kernels, streams
 from graphreplay_cuda.conditional import Bodies
+from graphreplay_cuda.current import set_current_capture
+from graphreplay_cuda.errors import DriverError
 from graphreplay_cuda.pools import PoolHandle
-from graphreplay_cuda.release import free_deferred, mend
+from graphreplay_cuda.release import first_line, free_deferred, mend
 
 
 class Capture:
@@ -31,6 +34,7 @@ class Capture:
 
     Raises:
         CaptureError: torch could not begin; everything is as before.
+        GraphStateError: another capture into the pool is under way.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: PoolHandle, mode: str) -> None:
@@ -46,37 +50,38 @@ class Capture:
         self._pool = pool
         self._scope = ExitStack()
         self._routed = False
+        self._ready: set[torch.cuda.Stream] = set()
         self.bodies = Bodies(self)
         free_deferred()
         # Both before the capture, whose memory they would take, or which they would break.
         streams.give_workspace(stream)
         if features.available("if nodes"):
-            kernels.set_predicate(self.device.index)
-        self.number: Any = pool.enter()  # torch has a type of its own for it
+            with suppress(DriverError):  # then the first conditional node says why
+                kernels.set_predicate(self.device.index)
+        self._number: Any = pool.enter()  # torch has a type of its own for it
         try:
             self._begin()
         except BaseException:
-            self._close()
-            pool.leave()
+            self._leave_pool()
             raise
-        _here.capture = self
 
     def _begin(self) -> None:
-        self._scope.enter_context(collector_hold)
-        self._scope.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)
-        self._scope.enter_context(torch.cuda.stream(self.stream))
-        try:
-            self._graph.capture_begin(pool=self.number, capture_error_mode=self.mode)
-        except RuntimeError as error:
-            mend(self._graph, self.device, self.number)
-            raise CaptureError(
-                f"the capture could not begin: {_first_line(error)}. If its pool was one of torch's whose graphs are "
-                "all gone, take another from graph_pool_handle()"
-            ) from error
-        info = driver.capture_info(self.stream.cuda_stream)
-        assert info is not None
-        self.root = info.graph
+        with ExitStack() as scope:
+            scope.enter_context(collector_hold)
+            scope.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            scope.enter_context(torch.cuda.stream(self.stream))
+            try:
+                self._graph.capture_begin(pool=self._number, capture_error_mode=self.mode)
+            except RuntimeError as error:
+                failure = CaptureError(
+                    f"the capture could not begin: {first_line(error)}. If its pool was one of torch's whose graphs "
+                    "are all gone, take another from graph_pool_handle()"
+                )
+                raise _with_notes(failure, mend(self._graph, self.device, self._number)) from error
+            scope.callback(set_current_capture, None)
+            set_current_capture(self)
+            self._scope = scope.pop_all()
 
     def end(self) -> torch.cuda.CUDAGraph:
         """Ends and instantiates it.
@@ -84,24 +89,20 @@ class Capture:
         Raises:
             CaptureError: something in it cannot be captured. It is given up; everything is as before.
         """
-        assert not self.bodies.open
         if self.spoiled is not None:
-            reason = self.spoiled
-            self.abort()
-            raise CaptureError(f"the capture was given up: {reason}")
+            raise _with_notes(CaptureError(f"the capture was given up: {self.spoiled}"), self.abort())
         torch.cuda.set_stream(self.stream)  # whatever stream was left current
         try:
             _end(self._graph)
         except RuntimeError as error:
-            self._give_up()
-            raise CaptureError(f"the capture failed: {_first_line(error)}") from error
-        self._close()
+            raise _with_notes(CaptureError(f"the capture failed: {first_line(error)}"), self._give_up()) from error
+        self._scope.close()
+        self._pool.capture_over()
         try:
             self._graph.instantiate()
         except RuntimeError as error:
-            self._graph.reset()
-            self._pool.leave()
-            raise CaptureError(f"the graph could not be instantiated: {_first_line(error)}") from error
+            self._pool.leave(self._graph.reset)
+            raise CaptureError(f"the graph could not be instantiated: {first_line(error)}") from error
         return self._graph
 
     def abort(self) -> list[str]:
@@ -117,23 +118,28 @@ class Capture:
         except RuntimeError:  # broken already
             return self._give_up()
         self._graph.reset()
-        self._close()
-        self._pool.leave()
+        self._scope.close()
+        self._leave_pool()
         return []
 
     def _give_up(self) -> list[str]:
-        troubles = []
         try:
-            mend(self._graph, self.device, self.number)
-        except RuntimeError as error:
-            troubles.append(f"cleaning up after the capture raised {_first_line(error)}")
-        self._close()
-        self._pool.leave()
-        return troubles
+            return mend(self._graph, self.device, self._number)
+        finally:
+            self._scope.close()
+            self._leave_pool()
 
-    def _close(self) -> None:
-        _here.capture = None
-        self._scope.close()
+    def _leave_pool(self) -> None:
+        self._pool.capture_over()
+        self._pool.leave(lambda: None)
+
+    @cached_property
+    def root(self) -> int:
+        """The driver's graph that the capture goes into, without its bodies."""
+        info = driver.capture_info(self.stream.cuda_stream)
+        if info is None:
+            raise DriverError("the capture is broken")
+        return info.graph
 
     def body_stream(self, parent: torch.cuda.Stream) -> torch.cuda.Stream:
         """The stream for a body below a parent stream, with the allocations of this thread going to the graph's pool.
@@ -143,40 +149,26 @@ class Capture:
         all that this thread allocates. Backward passes then run in this thread too, and not in autograd's own.
         """
         stream = streams.body_stream(parent)
-        if stream is not None and self._routed:
+        if stream in self._ready:
             return stream
-        torch._C._cuda_endAllocateToPool(self.device.index, self.number)
+        torch._C._cuda_endAllocateToPool(self.device.index, self._number)
         try:
-            if stream is None:
-                stream = _while_relaxed(parent)  # with the pool out of the way of its workspace
+            _give_workspace_while_relaxed(stream)  # with the pool out of its way
         finally:
-            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self.number)
-            torch._C._cuda_releasePool(self.device.index, self.number)  # which begin has added once more
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._number)
+            torch._C._cuda_releasePool(self.device.index, self._number)  # which begin has added once more
+        self._ready.add(stream)
         if not self._routed:
             self._scope.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._routed = True
         return stream
 
 
-class _Here(threading.local):
-    capture: Capture | None = None
-
-
-_here = _Here()
-
-
-def current_capture() -> Capture | None:
-    """The CUDAGraph capture of the calling thread that is under way, if any."""
-    return _here.capture
-
-
-def _while_relaxed(parent: torch.cuda.Stream) -> torch.cuda.Stream:
-    """A new body stream with its workspace, made inside a capture: the driver forbids other modes to allocate."""
+def _give_workspace_while_relaxed(stream: torch.cuda.Stream) -> None:
+    """Has cuBLAS allocate a stream's workspace inside a capture, which the driver forbids in other modes."""
     previous = driver.call("cuThreadExchangeStreamCaptureMode", driver.capture_mode("relaxed"))
     try:
-        stream = streams.new_body_stream(parent)
         streams.give_workspace(stream)
-        return stream
     finally:
         driver.call("cuThreadExchangeStreamCaptureMode", previous)
 
@@ -188,5 +180,7 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]  # CUDA errors go on with pages of general advice
+def _with_notes(error: CaptureError, troubles: list[str]) -> CaptureError:
+    for trouble in troubles:
+        error.add_note(f"and {trouble}")
+    return error

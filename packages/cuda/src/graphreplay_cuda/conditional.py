@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,18 +79,15 @@ class Bodies:
         features.require(f"{kind} nodes")
         check_predicate(predicate, self._capture.device)
         parent = self._checked_stream()
-        stream = self._capture.body_stream(parent)
         self._capture.keep_alive.append(predicate)
         bodies = 2 if kind == "if" and features.available("else bodies") else 1
-        try:
+        with self._spoiling("the driver refuses the node"):
+            stream = self._capture.body_stream(parent)
             handle, graphs = self._add_node(parent, predicate, loop=kind == "while", bodies=bodies)
-        except DriverError as error:
-            self._capture.spoiled = self._capture.spoiled or str(error)
-            raise ConditionalBodyError(f"the driver refuses the node: {error}") from error
-        else_graph = graphs[1] if bodies == 2 else None
-        return self._open(Body(kind, graphs[0], handle, else_graph, stream, parent, self._progress()))
+            else_graph = graphs[1] if bodies == 2 else None
+            return self._open(Body(kind, graphs[0], handle, else_graph, stream, parent, self._progress()))
 
-    def begin_else(self, branch: Body | None) -> Body:
+    def begin_else(self, branch: Body | None = None) -> Body:
         """Captures into the else body of an if node whose body has just ended; None: of the last one.
 
         Raises:
@@ -101,7 +99,9 @@ class Bodies:
         known = last is not None and last.else_graph is not None and (branch is None or branch is last)
         if last is None or last.else_graph is None or not known or last.progress != self._progress():
             raise ConditionalBodyError("an else body follows its if body at once; no if body has just ended here")
-        return self._open(Body("else", last.else_graph, last.handle, None, last.stream, parent, last.progress))
+        body = Body("else", last.else_graph, last.handle, None, last.stream, parent, last.progress)
+        with self._spoiling("the driver refuses the else body"):
+            return self._open(body)
 
     def set(self, predicate: Tensor) -> None:
         """Has the innermost open while body decide about its next iteration by this predicate, where it stands now.
@@ -134,24 +134,34 @@ class Bodies:
                 "the while body never sets its predicate, so it would never end; compute it anew as the body's last "
                 "step and call set(predicate)"
             )
-        try:
+        with self._spoiling("the body cannot be ended"):
             self._close(body)
-        except ConditionalBodyError as error:
-            self._capture.spoiled = self._capture.spoiled or str(error)
-            raise
         self._closed_if = body if body.kind == "if" else None
 
     def spoil(self, why: str) -> None:
-        """Ends the innermost body, which is unfinished; the capture will be refused."""
+        """Ends the innermost body, if any, which is unfinished; the capture will be refused."""
         self._capture.spoiled = self._capture.spoiled or why
-        with suppress(ConditionalBodyError):  # the first reason counts
-            self._close(self.open[-1])
+        if self.open:
+            with suppress(ConditionalBodyError):  # the first reason counts
+                self._close(self.open[-1])
 
     def abandon(self) -> None:
         """Ends all open bodies, whatever the driver says."""
         while self.open:
-            with suppress(DriverError):  # the capture is broken, which is why we are here
+            with suppress(DriverError, ConditionalBodyError):  # why we are here, or as good
                 self._leave(self.open[-1])
+
+    @contextmanager
+    def _spoiling(self, what: str) -> Iterator[None]:
+        """Has the capture refused if the block fails, after which the graph is not what was asked for."""
+        try:
+            yield
+        except ConditionalBodyError as error:
+            self._capture.spoiled = self._capture.spoiled or str(error)
+            raise
+        except DriverError as error:
+            self._capture.spoiled = self._capture.spoiled or str(error)
+            raise ConditionalBodyError(f"{what}: {error}") from error
 
     def _add_node(
         self, parent: torch.cuda.Stream, predicate: Tensor, *, loop: bool, bodies: int
@@ -179,9 +189,9 @@ class Bodies:
 
     def _open(self, body: Body) -> Body:
         driver.begin_capture(body.stream.cuda_stream, self._capture.mode)
-        torch.cuda.set_stream(body.stream)
         self.open.append(body)
         self._closed_if = None
+        torch.cuda.set_stream(body.stream)
         if self._random_state is None:
             # Every iteration of a body would draw the same numbers, and a body that is skipped would advance the
             # generator all the same. A state that takes no part in the capture makes torch refuse the operator.
@@ -257,11 +267,14 @@ class Bodies:
         driver.call("cuLaunchKernel", self._setter, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, values, 0)
 
 
-def check_predicate(predicate: Tensor, device: torch.device) -> None:
+def check_predicate(predicate: Tensor, device: torch.device | None) -> None:
     """Refuses what a conditional node cannot read.
 
+    Args:
+        device: where the predicate must be; None: anywhere.
+
     Raises:
-        PredicateError: it is not a tensor of one bool on the device.
+        PredicateError: it is not a tensor of one bool there.
     """
     if not isinstance(predicate, Tensor):
         raise PredicateError(f"a predicate is a tensor, not {type(predicate).__name__}")
@@ -271,10 +284,11 @@ def check_predicate(predicate: Tensor, device: torch.device) -> None:
         raise PredicateError(f"a predicate is of dtype bool, not {predicate.dtype}; compare, or call .bool()")
     if predicate.numel() != 1:
         raise PredicateError(f"a predicate is one element, not of shape {tuple(predicate.shape)}; reduce it by any()")
-    if predicate.device != device:
+    if device is not None and predicate.device != device:
         raise PredicateError(f"a predicate for a graph on {device} is there, not on {predicate.device}")
 
 
 def is_random_refusal(error: BaseException | None) -> bool:
     """Whether torch refused an operator since its generator takes no part in the capture."""
-    return isinstance(error, RuntimeError) and "generator" in str(error) and "captur" in str(error)
+    text = str(error)  # of 2.11 and 2.13, or of a later torch
+    return isinstance(error, RuntimeError) and "captur" in text and ("generator" in text or "RNG op" in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphreplay import ConfigurationError
 from graphreplay_cuda.arguments import require_device
 from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.graph import CUDAGraph
@@ -24,6 +25,10 @@ class graph:  # a function in all but name; frames of a generator would keep an 
         stream: torch.cuda.Stream | None = None,
         capture_error_mode: str = "global",
     ) -> None:
+        if not isinstance(cuda_graph, CUDAGraph):
+            raise ConfigurationError(
+                f"graph() captures into a graphreplay_cuda.CUDAGraph, not {type(cuda_graph).__name__}"
+            )
         self._graph = cuda_graph
         self._arguments = pool, capture_error_mode, stream
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from graphreplay_cuda.errors import DriverError
 
-# Bindings 12 keep an older form, without edge data, under the plain name.
+# Bindings 12 keep an older form, without edge data, under the plain name. It serves where older drivers must do.
 _WITH_EDGES = {
     "cuStreamGetCaptureInfo": "cuStreamGetCaptureInfo_v3",
     "cuStreamUpdateCaptureDependencies": "cuStreamUpdateCaptureDependencies_v2",
     "cuGraphAddNode": "cuGraphAddNode_v2",
-    "cuGraphAddDependencies": "cuGraphAddDependencies_v2",
 }
 
 
@@ -42,7 +43,10 @@ def call(name: str, *args: Any) -> Any:
     """
     driver = bindings()
     function = getattr(driver, _WITH_EDGES.get(name, name), None) or getattr(driver, name)
-    status, *results = function(*args)
+    try:
+        status, *results = function(*args)
+    except RuntimeError as error:  # of the bindings: no driver, or an older one
+        raise DriverError(f"{name} failed: {error}") from error
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{name} failed: {status.name}")
     return results[0] if len(results) == 1 else tuple(results) or None
@@ -90,12 +94,14 @@ thread = _Thread()
 """What is known about the calling thread."""
 
 
-def ensure_context(index: int) -> None:
-    """Gives a thread that has not used CUDA yet the context of a device: without any, calls of the driver crash."""
+def ensure_context() -> None:
+    """Gives a thread that has not used CUDA yet the context of its current device: without any, calls of the driver
+    crash. Most of them take a context of another device as well."""
     if not thread.has_context:
         if not int(call("cuCtxGetCurrent")):
             # Torch may not hold it yet, so it is not given back.
-            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index)))
+            device = call("cuDeviceGet", torch.cuda.current_device())
+            call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
         thread.has_context = True
 
 
@@ -212,8 +218,11 @@ def put_in_front(graph: int, kernel: Any) -> Any:
     after = roots(graph)
     node = add_kernel(CaptureInfo.behind(graph, []), kernel)
     if after:
-        full = CaptureInfo.behind(graph, after).edges
-        call("cuGraphAddDependencies", bindings().CUgraph(graph), [node] * len(after), after, full, len(after))
+        handle, before, count = bindings().CUgraph(graph), [node] * len(after), len(after)
+        if hasattr(bindings(), "cuGraphAddDependencies_v2"):  # bindings 12, whose plain form any driver has
+            call("cuGraphAddDependencies", handle, before, after, count)
+        else:
+            call("cuGraphAddDependencies", handle, before, after, CaptureInfo.behind(graph, after).edges, count)
     return node
 
 
@@ -221,7 +230,8 @@ def load_kernel(ptx: bytes, name: str) -> Any:
     """Compiles a kernel for the current device and loads it now: loading it inside a capture would break that."""
     library = call("cuLibraryLoadData", ptx, [], [], 0, [], [], 0)
     function = call("cuKernelGetFunction", call("cuLibraryGetKernel", library, name.encode()))
-    call("cuFuncLoad", function)
+    if version() >= 12040:  # older drivers have no such call; there the first launch loads it
+        call("cuFuncLoad", function)
     return function
 
 

@@ -6,19 +6,22 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from graphreplay import GraphReplayWarning
+from graphreplay import ConfigurationError, GraphReplayWarning, NotCopyableError
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.arguments import check_mode, check_pool, check_stream, require_device
-from graphreplay_cuda.capture import Capture, current_capture
+from graphreplay_cuda.capture import Capture
+from graphreplay_cuda.copynode import CopyNode, Launches
+from graphreplay_cuda.current import is_capturing_here
 from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.nodes import ConditionalNodes
 from graphreplay_cuda.pools import PoolHandle
 from graphreplay_cuda.release import release
-from graphreplay_cuda.staging import CopyNode, Launches, Staging, refuse_capture
+from graphreplay_cuda.staging import Staging
 
 
 class CUDAGraph(ConditionalNodes):
@@ -75,6 +78,7 @@ class CUDAGraph(ConditionalNodes):
             ConfigurationError: a bad mode, pool or stream (a ValueError); the legacy default stream cannot be captured.
             BackendUnavailableError: there is no CUDA device.
             GraphStateError: the graph is captured or being captured already, or this thread or stream is.
+                Or another capture into the pool is under way, or the graph that is to share its pool has none.
             CaptureError: torch could not begin; everything is as before.
         """
         check_mode(capture_error_mode)
@@ -84,8 +88,7 @@ class CUDAGraph(ConditionalNodes):
         if self._capture is not None or self._graph is not None:
             raise GraphStateError(f"capture_begin on a graph that {self._state()}; call reset() first, or take another")
         stream = stream or streams.dedicated_stream(torch.cuda.current_device())
-        busy = current_capture() is not None or torch.cuda.is_current_stream_capturing()
-        if busy or driver.is_capturing(stream.cuda_stream):
+        if is_capturing_here() or driver.is_capturing(stream.cuda_stream):
             raise GraphStateError(
                 "this thread, or the stream to capture, is in a capture already; end that first, or pass another stream"
             )
@@ -124,30 +127,35 @@ class CUDAGraph(ConditionalNodes):
         Waits for replays in flight. Inside someone else's capture the graph is freed after it. May be called at any
         time and again.
         """
-        if self._capture is not None:
-            self._capturing("reset")
-            for trouble in self._give_up():
-                warnings.warn(trouble, GraphReplayWarning, stacklevel=2)
-        graph, self._graph = self._graph, None
-        if graph is None:
-            return
-        assert self._pool is not None
-        if self._copy_node is not None:
-            self._copy_node.close()
-        pool, launches, keep_alive = self._pool, self._launches, self._keep_alive
-        self._keep_alive, self._copy_node, self._staging = [], None, None
+        for trouble in self._give_up():
+            warnings.warn(trouble, GraphReplayWarning, stacklevel=2)
+        with self._launches.lock:
+            graph, self._graph = self._graph, None
+            if graph is None:
+                return
+            if self._copy_node is not None:
+                self._copy_node.close("on a graph that was reset; take staging() of a captured graph")
+            pool, launches, keep_alive = self._pool, self._launches, self._keep_alive
+            self._keep_alive, self._copy_node, self._staging = [], None, None
+        assert pool is not None
 
         def free() -> None:
-            launches.wait()
-            graph.reset()
-            pool.leave()
-            keep_alive.clear()
+            try:
+                launches.wait()
+            finally:
+                pool.leave(graph.reset)
+                keep_alive.clear()
 
         release(graph, self._process, free)
 
     def __del__(self) -> None:
-        if self._graph is not None:
+        capture = getattr(self, "_capture", None)
+        if getattr(self, "_graph", None) is not None or (capture and capture.thread == threading.get_ident()):
             self.reset()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # deepcopy, copy and pickle all come here.
+        raise NotCopyableError("a CUDAGraph cannot be copied or pickled; capture another one")
 
     # ---------------------------------------------------------------------------------------- launches
 
@@ -156,24 +164,25 @@ class CUDAGraph(ConditionalNodes):
         ``stage_and_launch`` copied are not copied again.
 
         Raises:
-            ConfigurationError: ``stream`` is no stream of CUDA.
+            ConfigurationError: ``stream`` is no stream of the graph's device.
             GraphStateError: the graph is not captured, or the stream is being captured.
         """
         check_stream(stream, for_replay=True)
-        graph = self._captured("replay")
+        self._captured("replay")
         if stream is not None:
+            if stream.device != self._launches.device:
+                raise ConfigurationError(f"a stream of {stream.device} for a graph on {self._launches.device}")
             with torch.cuda.stream(stream):
                 self.replay()
             return
+        driver.ensure_context()
         with self._launches.lock:
+            graph = self._captured("replay")  # another thread may have reset it
+            self._launches.refuse_capture("replay")
             if self._copy_node is not None:
                 self._copy_node.clear()
-            try:
-                graph.replay()
-            except RuntimeError as error:
-                refuse_capture("replay", error)
-                raise
-            self._launches.last = torch._C._cuda_getCurrentRawStream(self._launches.device.index)
+            self._launches.take_turn()
+            graph.replay()
 
     def stage_and_launch(self, static_inputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Copies each input onto its static buffer and launches the graph on the current stream, in one go.
@@ -190,24 +199,25 @@ class CUDAGraph(ConditionalNodes):
             inputs: as many tensors. Those on other devices are copied over first, which makes the host wait.
 
         Raises:
-            ConfigurationError: a static input is no tensor on the device, or the lists differ in length.
+            ConfigurationError: a static input is no plain tensor on the device or overlaps itself, an input is no
+                tensor or has no memory, or the lists differ in length.
             RuntimeError: ``copy_`` refuses an input, such as one of another shape. Nothing was copied.
             GraphStateError: the graph is not captured, or the stream is being captured.
         """
         self.staging(static_inputs).stage_and_launch(inputs)
 
     def staging(self, static_inputs: Sequence[Tensor]) -> Staging:
-        """What ``stage_and_launch`` does, for one list of static inputs and many calls; see Staging. The same list
-        gives the same object.
+        """What ``stage_and_launch`` does, for one list of static inputs and many calls; see Staging. The list of
+        the last call gives the same object again.
 
         Raises:
-            ConfigurationError: a static input is no tensor on the device.
+            ConfigurationError: a static input is no plain tensor on the device, or overlaps itself.
             GraphStateError: the graph is not captured.
         """
         graph = self._captured("stage_and_launch")
         with self._launches.lock:
             if self._staging is None or not self._staging.serves(static_inputs):
-                refuse_capture("staging")  # it loads a kernel, and instantiates
+                self._launches.refuse_capture("staging")  # it loads a kernel, and instantiates
                 self._copy_node = self._copy_node or CopyNode(graph, self._launches)
                 self._staging = Staging(self._copy_node, static_inputs)
             return self._staging
@@ -238,14 +248,18 @@ class CUDAGraph(ConditionalNodes):
             OSError: the file cannot be written.
         """
         graph = self._captured("debug_dump")
+        driver.ensure_context()
         with open(path, "w"):  # for the error that Python gives; the driver's says nothing
             pass
         driver.write_dot(graph.raw_cuda_graph(), os.fspath(path), verbose=self._verbose)
 
     def _give_up(self) -> list[str]:
         """Gives up the capture under way, if any. Returns what went wrong with that."""
-        capture, self._capture = self._capture, None
-        return [] if capture is None else capture.abort()
+        if self._capture is None:
+            return []
+        capture = self._capturing("reset")
+        self._capture = None
+        return capture.abort()
 
     def _state(self) -> str:
         return "is being captured" if self._capture else "is captured" if self._graph else "is not captured"

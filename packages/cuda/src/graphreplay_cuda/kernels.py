@@ -146,7 +146,7 @@ def set_predicate(index: int) -> Any:
     """
     features.require("if nodes")
     with torch.cuda.device(index):
-        driver.ensure_context(index)
+        driver.ensure_context()
         return driver.load_kernel(_SET_PREDICATE, "set_predicate")
 
 
@@ -154,5 +154,5 @@ def set_predicate(index: int) -> Any:
 def stage(index: int, capacity: int) -> Any:
     """The kernel that copies so many tensors at most, one of CAPACITIES, loaded for the device with this index."""
     with torch.cuda.device(index):
-        driver.ensure_context(index)
+        driver.ensure_context()
         return driver.load_kernel(_stage_ptx(capacity), "stage")

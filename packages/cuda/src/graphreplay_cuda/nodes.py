@@ -33,6 +33,9 @@ class ConditionalNodes:
             GraphStateError: no capture is under way in this thread.
             FeatureUnavailableError: the driver is older than CUDA 12.4.
             PredicateError, ConditionalBodyError: a bad predicate, or a stream outside the innermost open body.
+
+        In the body, torch refuses operators that draw random numbers with a RuntimeError of its own; the blocks
+        (``if_node``, ``while_node``) and ``while_loop`` say why.
         """
         self._capturing("begin_capture_to_if_node").bodies.begin("if", pred)
 
@@ -44,7 +47,7 @@ class ConditionalNodes:
             FeatureUnavailableError: the driver is older than CUDA 12.8.
             ConditionalBodyError: no if body has just ended.
         """
-        self._capturing("begin_capture_to_else_node").bodies.begin_else(None)
+        self._capturing("begin_capture_to_else_node").bodies.begin_else()
 
     def begin_capture_to_while_node(self, pred: Tensor) -> None:
         """Captures what follows into a body that runs again and again: first if ``pred`` is True when a replay gets

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
+
+from graphreplay_cuda.current import is_capturing_here
 
 _kept_graphs: list[torch.cuda.CUDAGraph] = []
 """Graphs that must not be destroyed. Where ``capture_end`` raised, torch (2.11 at least) keeps a raw pointer to the
@@ -26,7 +29,7 @@ def release(graph: torch.cuda.CUDAGraph, process: int, free: Callable[[], None])
         _kept_graphs.append(graph)  # a forked child has no device to free it on; torch would print that
         return
     _deferred.append(free)
-    if not torch.cuda.is_current_stream_capturing():
+    if not is_capturing_here():
         free_deferred()
 
 
@@ -40,18 +43,28 @@ def free_deferred() -> None:
         free()
 
 
-def mend(graph: torch.cuda.CUDAGraph, device: torch.device, number: tuple[int, int]) -> None:
-    """Undoes what torch leaves behind when ``capture_end`` raises, with the capture's stream still current."""
+def mend(graph: torch.cuda.CUDAGraph, device: torch.device, number: tuple[int, int]) -> list[str]:
+    """Undoes what torch leaves behind when ``capture_end`` raises, with the capture's stream still current.
+
+    Returns:
+        What went wrong on the way, for a note to the error that led here.
+    """
     _kept_graphs.append(graph)
-    try:
+    with suppress(RuntimeError):  # a later torch did so itself, and gave the pool back as well
         torch._C._cuda_endAllocateToPool(device.index, number)
-    except RuntimeError:
-        pass  # a later torch did so itself, and gave the pool back as well
-    else:
         torch._C._cuda_releasePool(device.index, number)
-    # The random generator still believes in a capture; one that succeeds sets it right.
-    trivial = torch.cuda.CUDAGraph()
-    trivial.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device=device)
-    trivial.capture_end()
-    trivial.reset()
+    try:
+        # The random generator still believes in a capture; one that succeeds sets it right.
+        trivial = torch.cuda.CUDAGraph()
+        trivial.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        trivial.capture_end()
+        trivial.reset()
+    except RuntimeError as error:
+        return [f"cleaning up after the capture raised {first_line(error)}"]
+    return []
+
+
+def first_line(error: Exception) -> str:
+    """An error in a line: those of CUDA go on with pages of general advice."""
+    return str(error).partition("\n")[0]

@@ -6,50 +6,23 @@ are ordered with the graph's own work, on whatever stream it is launched.
 
 from __future__ import annotations
 
-import ctypes
 import operator
-import threading
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, compress, count, repeat
-from struct import Struct
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from graphreplay import CaptureError, ConfigurationError
+from graphreplay import ConfigurationError
 from graphreplay.storage import extent, layout
-from graphreplay_cuda import driver, kernels, streams
-from graphreplay_cuda.errors import DriverError, GraphStateError
+from graphreplay_cuda import driver, kernels
+from graphreplay_cuda.copynode import CopyNode, Table
+from graphreplay_cuda.errors import DriverError
 
 _PLAIN_TYPES = {Tensor, Parameter}
-
-_BYTES_PER_BLOCK = 16 * kernels.THREADS
-"""Bytes that a block copies at a time, with 16 by each thread."""
-
-_MAX_BLOCKS = 128
-"""Blocks for one tensor; larger ones are walked through. With 128 rows that is several waves on any GPU."""
-
-
-class Table:
-    """The argument of a stage kernel, and the launch that goes with it: which bytes go where."""
-
-    def __init__(self, index: int, targets: Sequence[Tensor]) -> None:
-        capacity = next(capacity for capacity in kernels.CAPACITIES if len(targets) <= capacity)
-        words: Any = (ctypes.c_uint64 * (3 * capacity))()
-        sizes = [extent(tensor) for tensor in targets]
-        for row, (tensor, size) in enumerate(zip(targets, sizes, strict=True)):
-            words[row], words[2 * capacity + row] = tensor.data_ptr(), size
-        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
-        blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
-        grid = (blocks, max(1, len(sizes)))
-        kernel = kernels.stage(index, capacity)
-        self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), grid, kernels.THREADS)
-        self.pack_sources = partial(Struct(f"{len(sizes)}Q").pack_into, words, 8 * capacity)
-        """``pack_sources(*addresses)`` sets where the bytes come from."""
 
 
 class _Looks:
@@ -82,87 +55,21 @@ class _Looks:
         )
 
 
-class Launches:
-    """The launches of one graph, which come one at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.lock = threading.RLock()
-        self.last: int | None = None
-        """The raw stream of the latest one."""
-
-    def wait(self) -> None:
-        """Has the host wait for them."""
-        if self.last is not None:
-            streams.named(self.last, self.device).synchronize()
-
-
-def refuse_capture(what: str, cause: Exception | None = None) -> None:
-    """Refuses a launch while the current stream is captured.
-
-    Raises:
-        GraphStateError: it is.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        raise GraphStateError(f"{what} inside a capture, which takes in no graphs") from cause
-
-
-class CopyNode:
-    """The stage kernel at the root of one graph. Adding it instantiates the graph again.
-
-    Raises:
-        CaptureError: the driver refuses.
-    """
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches) -> None:
-        self.launches = launches
-        self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
-        self.loaded = False
-        """Whether the next launch would copy what the latest one did."""
-        self._nothing = Table(launches.device.index, ())
-        launches.wait()  # instantiating anew destroys what is in flight
-        try:
-            with torch.cuda.device(launches.device):
-                driver.ensure_context(launches.device.index)
-                self.node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
-                graph.instantiate()
-        except (DriverError, RuntimeError) as error:
-            raise CaptureError(f"inputs cannot be staged by this graph: {error}") from error
-        self.executable = driver.bindings().CUgraphExec(graph.raw_cuda_graph_exec())
-        self.set_params = driver.bindings().cuGraphExecKernelNodeSetParams
-
-    def close(self) -> None:
-        """Refuses launches from now on: the graph is gone."""
-        self.set_params = _refuse_reset
-
-    def clear(self) -> None:
-        """Has the next launch copy nothing."""
-        if self.loaded:
-            driver.ensure_context(self.launches.device.index)
-            driver.call("cuGraphExecKernelNodeSetParams", self.executable, self.node, self._nothing.params)
-            self.loaded = False
-
-
-def _refuse_reset(*_: Any) -> NoReturn:
-    raise GraphStateError("stage_and_launch on a graph that was reset; take staging() of a captured graph")
-
-
 class Staging:
     """``stage_and_launch`` for one list of static inputs.
 
     Buffers that are dense and apart from each other are written by the graph's copy node, up to the largest of
-    CAPACITIES; the rest by ``copy_``, ordered behind the graph's last launch.
+    CAPACITIES; the rest by ``copy_``, ordered behind the graph's last launch. It serves as long as the CUDAGraph that
+    made it, which it does not keep.
     """
 
     def __init__(self, node: CopyNode, static_inputs: Sequence[Tensor]) -> None:
-        self._static = list(static_inputs)
-        self._launches = node.launches
-        self._index = node.launches.device.index
+        self._static = _listed("static inputs", static_inputs)
         _check_static(self._static, node.launches.device)
         self._node = node
         self._by_node = _apart(self._static)[: kernels.CAPACITIES[-1]]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
-        self._table = Table(self._index, [self._static[p] for p in self._by_node])
+        self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node])
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
@@ -176,56 +83,53 @@ class Staging:
 
     def stage_and_launch(self, inputs: Sequence[Tensor]) -> None:
         """Copies the inputs and launches the graph; errors as for ``CUDAGraph.stage_and_launch``."""
-        with torch.inference_mode():  # buffers made in inference mode may be written nowhere else
+        launches = self._node.launches
+        # In inference mode, since buffers made there may be written nowhere else.
+        with torch.inference_mode(), launches.lock:
+            launches.refuse_capture("stage_and_launch")
             self.launch(self._plain(inputs))
 
     def launch(self, inputs: Sequence[Tensor]) -> None:
-        """As ``stage_and_launch``, but trusts the caller that there is one input for each buffer: a tensor of the same
-        dtype, device, shape and strides, not lazily conjugated or negated, that shares no memory with any buffer.
-        Anything else may copy foreign memory."""
+        """As ``stage_and_launch``, but trusts the caller that no capture is under way, and that there is one input for
+        each buffer: a tensor of the same dtype, device, shape and strides, not lazily conjugated or negated, that
+        shares no memory with any buffer. Anything else may copy foreign memory."""
         if not driver.thread.has_context:
-            driver.ensure_context(self._index)
-        node, table, launches = self._node, self._table, self._launches
-        with launches.lock:
+            driver.ensure_context()
+        node, table = self._node, self._table
+        with node.launches.lock:
+            node.launches.take_turn()
             if self._rest:
-                self._copy_rest(inputs)
+                for position in self._rest:
+                    self._static[position].copy_(inputs[position])
                 inputs = [inputs[p] for p in self._by_node]
             table.pack_sources(*map(Tensor.data_ptr, inputs))
             (status,) = node.set_params(node.executable, node.node, table.params)
             if status:
                 raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
             node.loaded = True
-            try:
-                node.replay()
-            except RuntimeError as error:
-                refuse_capture("stage_and_launch", error)
-                raise
-            launches.last = torch._C._cuda_getCurrentRawStream(self._index)
-
-    def _copy_rest(self, inputs: Sequence[Tensor]) -> None:
-        refuse_capture("stage_and_launch")
-        device, last = self._launches.device, self._launches.last
-        if last is not None:
-            torch.cuda.current_stream(device).wait_stream(streams.named(last, device))
-        for position in self._rest:
-            self._static[position].copy_(inputs[position])
+            node.replay()
 
     def _plain(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The inputs, converted where the copy node needs that, and copied where they share memory with a buffer."""
-        if len(inputs) != len(self._static):
-            raise ConfigurationError(f"{len(inputs)} inputs for {len(self._static)} static inputs")
-        plain = list(inputs)
+        plain = _listed("inputs", inputs)
+        if len(plain) != len(self._static):
+            raise ConfigurationError(f"{len(plain)} inputs for {len(self._static)} static inputs")
         if not self._looks.fit(plain):
-            for position, tensor in enumerate(inputs):
+            for position, tensor in enumerate(plain):
                 if not isinstance(tensor, Tensor):
                     raise ConfigurationError(f"input {position} is no tensor but {type(tensor).__name__}")
                 if not self._looks.at(position).fit([tensor]):
                     plain[position] = self._converted(position, tensor)
         addresses = list(map(Tensor.data_ptr, plain))
+        if not all(addresses):
+            _check_memory("input", plain)
         # How many buffers start before each input ends, and how far those reach.
         before = map(bisect_left, repeat(self._starts), map(operator.add, addresses, self._sizes))
         reach = map(self._ends.__getitem__, before)
-        for position in compress(count(), map(operator.gt, reach, addresses)):
+        shared = list(compress(count(), map(operator.gt, reach, addresses)))
+        if shared:
+            self._node.launches.take_turn()  # an earlier launch may still write what is read here
+        for position in shared:
             plain[position] = self._converted(position, plain[position])
         return plain
 
@@ -237,19 +141,36 @@ class Staging:
         return torch.empty_strided(target.shape, strides, dtype=target.dtype, device=target.device).copy_(tensor)
 
 
+def _listed(what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    try:
+        return list(tensors)
+    except TypeError as error:
+        raise ConfigurationError(f"{what} are a sequence of tensors, not {type(tensors).__name__}") from error
+
+
+def _check_memory(what: str, tensors: Sequence[Tensor]) -> None:
+    for position, tensor in enumerate(tensors):
+        if tensor.numel() and not tensor.data_ptr():
+            raise ConfigurationError(f"{what} {position} has no memory")
+
+
 def _check_static(static_inputs: list[Tensor], device: torch.device) -> None:
     for position, tensor in enumerate(static_inputs):
         where = f"static input {position}"
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or tensor.is_nested:
             raise ConfigurationError(f"{where} is no plain tensor but {type(tensor).__name__}")
         if tensor.device != device:
             raise ConfigurationError(f"{where} is on {tensor.device}, and the graph on {device}")
+        if layout(tensor)[1]:
+            raise ConfigurationError(f"{where} overlaps itself, as expanded tensors do; a buffer cannot")
+    _check_memory("static input", static_inputs)
 
 
 def _apart(tensors: list[Tensor]) -> list[int]:
-    """Positions of tensors that are dense, hold their values as they are, and share no memory with any other."""
+    """Positions of tensors that are dense, hold their values as they are, and share no memory with any other. Those
+    without elements are among them."""
     spans = sorted((t.data_ptr(), t.data_ptr() + extent(t), p) for p, t in enumerate(tensors) if t.numel())
-    apart = []
+    apart = [position for position, tensor in enumerate(tensors) if not tensor.numel()]
     reach = 0
     for index, (start, end, position) in enumerate(spans):
         next_start = spans[index + 1][0] if index + 1 < len(spans) else end

@@ -41,21 +41,18 @@ def give_back(stream: torch.cuda.Stream) -> None:
     _lent[stream.device.index].append(stream)
 
 
-def body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream | None:
-    """The stream for bodies below a parent stream, if there is one."""
-    return _bodies.get((parent.device.index, parent.cuda_stream))
-
-
-def new_body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Makes the stream for bodies below a parent stream."""
-    stream = _new(parent.device.index)
-    _bodies[parent.device.index, parent.cuda_stream] = stream
-    return stream
+def body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream for bodies below a parent stream."""
+    with _lock:
+        key = (parent.device.index, parent.cuda_stream)
+        if key not in _bodies:
+            _bodies[key] = _new(parent.device.index)
+        return _bodies[key]
 
 
 def give_workspace(stream: torch.cuda.Stream) -> None:
-    """Has cuBLAS allocate the workspace of a stream now, where it has none. Inside a capture it would become memory of
-    one graph, and all later ones on the stream would use it."""
+    """Has cuBLAS allocate the workspace of a stream for this thread now, where it has none. Inside a capture it would
+    become memory of one graph, and all later ones on the stream would use it."""
     with torch.cuda.stream(stream):
         torch.cuda.current_blas_handle()
 
@@ -67,5 +64,5 @@ def named(raw: int, device: torch.device) -> torch.cuda.Stream:
 
 def _new(index: int) -> torch.cuda.Stream:
     with torch.cuda.device(index):
-        driver.ensure_context(index)
+        driver.ensure_context()
         return torch.cuda.ExternalStream(driver.new_stream(), device=index)

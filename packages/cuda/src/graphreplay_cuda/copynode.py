@@ -1,0 +1,130 @@
+"""A kernel at the root of a graph that copies its inputs, with a table of addresses that is set before each launch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from struct import Struct
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from graphreplay import CaptureError
+from graphreplay.storage import extent
+from graphreplay_cuda import driver, kernels, streams
+from graphreplay_cuda.errors import DriverError, GraphStateError
+
+_BYTES_PER_BLOCK = 16 * kernels.THREADS
+"""Bytes that a block copies at a time, with 16 by each thread."""
+
+_MAX_BLOCKS = 128
+"""Blocks for one tensor; larger ones are walked through. With 128 rows that is several waves on any GPU."""
+
+
+class Table:
+    """The argument of a stage kernel, and the launch that goes with it: which bytes go where."""
+
+    def __init__(self, index: int, targets: Sequence[Tensor]) -> None:
+        capacity = next(capacity for capacity in kernels.CAPACITIES if len(targets) <= capacity)
+        words: Any = (ctypes.c_uint64 * (3 * capacity))()
+        sizes = [extent(tensor) for tensor in targets]
+        for row, (tensor, size) in enumerate(zip(targets, sizes, strict=True)):
+            words[row], words[2 * capacity + row] = tensor.data_ptr(), size
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
+        grid = (blocks, max(1, len(sizes)))
+        kernel = kernels.stage(index, capacity)
+        self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), grid, kernels.THREADS)
+        self.pack_sources = partial(Struct(f"{len(sizes)}Q").pack_into, words, 8 * capacity)
+        """``pack_sources(*addresses)`` sets where the bytes come from."""
+
+
+class Launches:
+    """The launches of one graph, which come one at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self._last: int | None = None
+        """The raw stream of the latest one."""
+
+    def take_turn(self) -> None:
+        """Orders the current stream behind the latest launch, before the next one. The driver does as much for the
+        graph itself, and not for what goes with it: seeds of random numbers, and copies."""
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw != self._last:
+            if self._last is not None:
+                torch.cuda.current_stream(self.device).wait_stream(streams.named(self._last, self.device))
+            self._last = raw
+
+    def wait(self) -> None:
+        """Has the host wait for them."""
+        if self._last is not None:
+            streams.named(self._last, self.device).synchronize()
+
+    def refuse_capture(self, what: str) -> None:
+        """Refuses a launch while the stream for it is captured: CUDA would take the graph in as it is now.
+
+        Raises:
+            GraphStateError: it is.
+        """
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw and driver.is_capturing(raw):  # the legacy default stream, 0, is never captured
+            raise GraphStateError(f"{what} inside a capture, which takes in no graphs")
+
+
+_copy_nodes: weakref.WeakSet[CopyNode] = weakref.WeakSet()
+
+
+class CopyNode:
+    """The stage kernel at the root of one graph. Adding it instantiates the graph again.
+
+    Raises:
+        CaptureError: the driver refuses.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches) -> None:
+        self.launches = launches
+        self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
+        self.loaded = False
+        """Whether the next launch would copy what the latest one did."""
+        self._nothing = Table(launches.device.index, ())
+        launches.wait()  # instantiating anew destroys what is in flight
+        try:
+            with torch.cuda.device(launches.device):
+                driver.ensure_context()
+                self.node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
+                graph.instantiate()
+        except (DriverError, RuntimeError) as error:
+            raise CaptureError(f"inputs cannot be staged by this graph: {error}") from error
+        self.executable = driver.bindings().CUgraphExec(graph.raw_cuda_graph_exec())
+        self.set_params = driver.bindings().cuGraphExecKernelNodeSetParams
+        _copy_nodes.add(self)
+
+    def clear(self) -> None:
+        """Has the next launch copy nothing."""
+        if self.loaded:
+            driver.ensure_context()
+            driver.call("cuGraphExecKernelNodeSetParams", self.executable, self.node, self._nothing.params)
+            self.loaded = False
+
+    def close(self, why: str) -> None:
+        """Refuses launches from now on."""
+
+        def refuse(*_: Any) -> NoReturn:
+            raise GraphStateError(f"stage_and_launch {why}")
+
+        self.set_params = refuse
+
+
+def _close_in_child() -> None:
+    for node in _copy_nodes:
+        node.close("in a process forked after the capture; capture the graph in this one")
+
+
+os.register_at_fork(after_in_child=_close_in_child)
