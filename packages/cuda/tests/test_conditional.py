@@ -738,3 +738,129 @@ def test_fifty_failed_bodies_keep_no_memory():
             fail(fault)
         assert reserved() - before <= 2 << 20
         assert_healthy()
+
+
+def record_external_event(kept):
+    event = torch.cuda.Event(external=True)
+    event.record(torch.cuda.current_stream())
+    kept.append(event)
+
+
+@gpu
+@pytest.mark.parametrize("how", ["reset", "block", "nested begin"])
+def test_what_no_body_holds_does_not_outlive_the_capture(how):
+    made, kept = CUDAGraph(), []
+    if how == "reset":
+        made.capture_begin()
+        made.begin_capture_to_if_node(flag())
+        made.begin_capture_to_if_node(flag())
+        record_external_event(kept)
+        made.reset()
+    elif how == "block":
+        with pytest.raises(KeyError, match="mine"), graph(made):
+            made.begin_capture_to_if_node(flag())
+            made.begin_capture_to_if_node(flag())
+            record_external_event(kept)
+            raise KeyError("mine")
+    else:
+        made.capture_begin()
+        made.begin_capture_to_if_node(flag())
+        record_external_event(kept)
+        with pytest.raises(ConditionalBodyError, match="EVENT_RECORD"):
+            made.begin_capture_to_if_node(flag())
+        with pytest.raises(ConditionalBodyError):
+            made.end_capture_to_conditional_node()
+        with pytest.raises(CaptureError, match="given up: the if body holds EVENT_RECORD"):
+            made.capture_end()
+    assert_healthy()
+
+
+@gpu
+def test_a_block_is_entered_once_and_in_its_own_capture():
+    x, made, other = zeros(4), CUDAGraph(), CUDAGraph()
+    with graph(made):
+        block = made.if_node(flag())
+        with block:
+            x.add_(1)
+            with pytest.raises(GraphStateError, match="entered once"):
+                block.__enter__()
+        with pytest.raises(GraphStateError, match="entered once"):
+            block.__enter__()
+        never = made.if_node(flag())
+        with pytest.raises(ConditionalBodyError, match="has not been captured"):
+            never.orelse().__enter__()
+    with graph(other), pytest.raises(GraphStateError, match="a capture that is over"):
+        never.__enter__()
+    made.replay()
+    assert x.tolist() == [1.0] * 4
+
+
+@gpu
+def test_a_body_that_is_ended_inside_its_block_is_refused():
+    x, made = zeros(4), CUDAGraph()
+
+    def capture():
+        with graph(made), made.if_node(flag()):
+            x.add_(1)
+            made.end_capture_to_conditional_node()
+            x.add_(100)
+
+    with pytest.raises(ConditionalBodyError, match="was ended inside its block"):
+        capture()
+    assert_healthy()
+
+
+@gpu
+def test_a_capture_may_be_given_up_inside_a_body():
+    x, made = zeros(4), CUDAGraph()
+    made.capture_begin()
+    with made.if_node(flag()):
+        x.add_(1)
+        made.reset()
+    assert_healthy()
+    assert x.tolist() == [0.0] * 4
+
+
+@gpu
+def test_keyboard_interrupts_leave_no_trace():
+    x, made = zeros(4), CUDAGraph()
+    with pytest.raises(KeyboardInterrupt), graph(made), made.if_node(flag()), made.if_node(flag()):
+        x.add_(1)
+        raise KeyboardInterrupt
+    assert_healthy()
+
+
+@gpu
+def test_every_thread_brings_its_own_workspaces_to_bodies():
+    import threading
+
+    a, out, graphs = torch.randn(256, 256, device="cuda"), zeros(256, 256), []
+    release = threading.Event()
+
+    def capture():
+        one = CUDAGraph()
+        with graph(one), one.if_node(flag()):
+            out.copy_(a @ a)
+        graphs.append(one)
+        release.wait(60)  # the thread, and with it its cuBLAS handle, stays
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    while not graphs:
+        thread.join(0.01)
+    first = CUDAGraph()
+    with graph(first), first.if_node(flag()):
+        out.copy_(a @ a)
+    first.reset()
+    torch.cuda.empty_cache()
+    filler = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
+    later = CUDAGraph()
+    with graph(later), later.if_node(flag()):
+        out.copy_(a @ a)
+    for one in (later, graphs[0]):
+        out.zero_()
+        one.replay()
+        torch.testing.assert_close(out, a @ a)
+    release.set()
+    thread.join()
+    assert all(bool((tensor == 7.0).all()) for tensor in filler)

@@ -1,6 +1,10 @@
 """CUDAGraph: captures, pools, streams, replays and ends."""
 
+import copy
 import gc
+import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -10,6 +14,7 @@ from cuda_health import assert_healthy, pool_of, reserved
 import graphreplay
 import graphreplay_cuda
 from graphreplay_cuda import CUDAGraph, GraphStateError, graph, graph_pool_handle, is_current_stream_capturing
+from graphreplay_cuda.pools import PoolHandle
 
 gpu = pytest.mark.cuda
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -72,6 +77,40 @@ def test_what_is_no_pool_is_refused(pool):
 def test_without_a_gpu_there_is_one_clear_error(use):
     with pytest.raises(graphreplay.BackendUnavailableError, match="CUDA graphs need a CUDA device: "):
         use(CUDAGraph())
+
+
+@pytest.mark.parametrize("target", [3, None, object()])
+def test_what_is_no_graph_is_refused(target):
+    with pytest.raises(graphreplay.ConfigurationError, match=r"captures into a graphreplay_cuda\.CUDAGraph"):
+        graph(target)
+
+
+@pytest.mark.parametrize("what", [CUDAGraph(), PoolHandle((0, 7))], ids=["graph", "handle"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_graphs_and_pools_are_not_copied(what, how):
+    with pytest.raises(graphreplay.NotCopyableError):
+        how(what)
+
+
+def test_a_graph_that_was_never_built_goes_quietly():
+    program = "from graphreplay_cuda import CUDAGraph; CUDAGraph.__new__(CUDAGraph)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pool_takes_one_capture_at_a_time():
+    handle, same = PoolHandle((0, 7)), PoolHandle((0, 7))
+    assert handle.enter() == (0, 7)
+    for other in (handle, same):
+        with pytest.raises(GraphStateError, match="a capture into this pool is under way"):
+            other.enter()
+    handle.capture_over()
+    assert same.enter() == (0, 7)
+    same.capture_over()
+    assert (handle.graphs, same.graphs) == (1, 1)
+    freed = []
+    handle.leave(lambda: freed.append(handle.graphs))
+    assert (freed, handle.graphs) == ([1], 0)
 
 
 @no_gpu
@@ -233,7 +272,7 @@ def test_a_capture_ends_in_the_thread_that_began_it():
 
 
 @gpu
-def test_an_empty_graph_and_constant_outputs():
+def test_an_empty_graph():
     made = CUDAGraph()
     with graph(made):
         pass
@@ -345,6 +384,36 @@ def test_a_pool_that_torch_has_dropped_is_refused_and_nothing_breaks():
 
 
 @gpu
+def test_two_captures_at_once_into_one_pool_are_refused():
+    x, handle, said = torch.ones(64, device="cuda"), graph_pool_handle(), []
+
+    def try_it():
+        with pytest.raises(GraphStateError, match="a capture into this pool is under way") as refused:
+            captured(x, pool=handle, stream=torch.cuda.Stream(), capture_error_mode="thread_local")
+        said.append(refused.value)
+
+    made = CUDAGraph()
+    with graph(made, pool=handle, capture_error_mode="thread_local"):
+        y = x * 2
+        thread = threading.Thread(target=try_it)
+        thread.start()
+        thread.join()
+    made.replay()
+    assert (len(said), y[0].item()) == (1, 2.0)
+    assert captured(x, pool=handle)[0].pool_id is handle
+    assert_healthy()
+
+
+@gpu
+@pytest.mark.parametrize("pool", [CUDAGraph(), torch.cuda.CUDAGraph if torch.cuda.is_available() else None])
+def test_a_graph_without_a_pool_shares_none(pool):
+    error = GraphStateError if isinstance(pool, CUDAGraph) else graphreplay.ConfigurationError
+    with pytest.raises(error, match="pool"):
+        captured(torch.ones(2, device="cuda"), pool=pool if isinstance(pool, CUDAGraph) else pool())
+    assert_healthy()
+
+
+@gpu
 def test_pool_id_is_there_from_begin_to_reset():
     made = CUDAGraph()
     with pytest.raises(GraphStateError, match="pool_id of a graph that is not captured"):
@@ -386,6 +455,63 @@ def test_replays_of_one_graph_on_many_streams_run_one_after_another():
         made.replay(streams[turn % 4])
     torch.cuda.synchronize()
     assert counter.item() == 400
+
+
+@gpu
+def test_random_numbers_hold_when_streams_take_turns():
+    made, sink = CUDAGraph(), torch.zeros(200, 4, device="cuda")
+    big = torch.ones(1024, 1024, device="cuda")
+    with graph(made):
+        for _ in range(3):
+            big = big @ big / 1024
+        y = torch.rand(4, device="cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.manual_seed(9)
+    torch.cuda.synchronize()
+    for turn in range(200):
+        with torch.cuda.stream(streams[turn % 3]):
+            made.replay()
+            sink[turn].copy_(y)
+    torch.cuda.synchronize()
+    torch.cuda.manual_seed(9)
+    assert torch.equal(sink, torch.stack([torch.rand(4, device="cuda") for _ in range(200)]))
+
+
+@gpu
+def test_reset_while_other_threads_launch():
+    for _ in range(30):
+        static = [torch.zeros(64, device="cuda")]
+        made, _ = captured(static[0])
+        inputs, staging, said = [torch.ones(64, device="cuda")], made.staging(static), []
+
+        def run(launch, said=said):
+            try:
+                for _ in range(100_000):
+                    launch()
+            except GraphStateError as error:
+                said.append(str(error))
+
+        launches = (
+            made.replay,
+            lambda s=staging, i=inputs: s.launch(i),
+            lambda s=staging, i=inputs: s.stage_and_launch(i),
+        )
+        threads = [threading.Thread(target=run, args=(launch,)) for launch in launches]
+        [thread.start() for thread in threads]
+        made.reset()
+        [thread.join() for thread in threads]
+        assert len(said) == 3
+        assert all("not captured" in text or "was reset" in text for text in said)
+    assert_healthy()
+
+
+@gpu
+def test_a_graph_dropped_in_its_capture_gives_it_up():
+    x, made = torch.ones(4, device="cuda"), CUDAGraph()
+    made.capture_begin()
+    x * 2
+    del made
+    assert_healthy()
 
 
 @gpu
@@ -597,3 +723,11 @@ def test_a_dump_shows_the_graph_and_its_bodies(tmp_path):
 def test_the_names_of_the_package():
     for name in graphreplay_cuda.__all__:
         assert getattr(graphreplay_cuda, name) is not None
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_stream_of_another_device_is_refused():
+    made, _ = captured(torch.ones(4, device="cuda:0"))
+    with pytest.raises(graphreplay.ConfigurationError, match="a stream of cuda:1 for a graph on cuda:0"):
+        made.replay(torch.cuda.Stream("cuda:1"))

@@ -36,6 +36,67 @@ def test_a_body_may_permute_what_it_carries(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_bodies_may_change_the_containers_that_they_are_given(device):
+    def cond(tree, n):
+        tree["cond was here"] = n
+        return n < 3
+
+    def body(tree, n):
+        assert list(tree) == ["x"]
+        tree["x"] = tree["x"] + 1
+        return tree, n + 1
+
+    given = {"x": torch.zeros(2, device=device)}
+    tree, n = while_loop(cond, body, (given, torch.zeros((), dtype=torch.int64, device=device)))
+    assert (list(tree), tree["x"].tolist(), n.item()) == (["x"], [3.0, 3.0], 3)
+    assert given["x"].tolist() == [0.0, 0.0]
+
+    def grows(tree, n):
+        tree["y"] = n
+        return tree, n + 1
+
+    with pytest.raises(graphreplay.TreeMismatchError, match="gained"):
+        while_loop(lambda tree, n: n < 3, grows, (given, n * 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("carry", [lambda x: x.expand(4), lambda x: x.repeat(8)[::2], lambda x: x[0].expand(2, 4)[0]])
+def test_any_layout_is_carried(device, carry):
+    x, n = torch.ones(1, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    y, _ = while_loop(lambda y, n: n < 3, lambda y, n: (y * 2, n + 1), (carry(x), n))
+    assert y.tolist() == [8.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        (lambda x, i: (x + 1, i + 1), "int 0 became int 1; carry numbers that change as tensors"),
+        (lambda x, i: x + 1, "return a tuple, as"),
+    ],
+)
+def test_the_errors_say_what_to_do(body, hint):
+    with pytest.raises(graphreplay.TreeMismatchError, match=hint):
+        while_loop(lambda x, i: x < 3, body, (torch.zeros(()), 0))
+
+
+def test_the_error_of_a_condition_names_it():
+    with pytest.raises(PredicateError, match="cond of a while_loop: a predicate is a tensor, not bool"):
+        while_loop(lambda x: True, lambda x: (x,), (torch.zeros(()),))
+
+
+def test_on_the_cpu_a_graphed_forward_runs_it_eagerly_and_says_why():
+    graphed = graphreplay.ReferenceGraphedForward(
+        lambda *, x, loop: power(x, torch.tensor(3))[0] if loop else x + 1, device="cpu"
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            assert graphed(x=torch.ones(2), loop=True).tolist() == [8.0, 8.0]
+            assert graphed(x=torch.ones(2), loop=False).tolist() == [2.0, 2.0]
+    assert (graphed.captures, graphed.disabled_reason) == (1, None)
+    assert any("while_loop on the CPU" in reason for reason in graphed.stats()["eager_reasons"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_trees_and_bodies_in_place(device):
     state = ({"x": [torch.zeros(2, device=device)]}, torch.zeros((), dtype=torch.int64, device=device))
 
@@ -131,6 +192,38 @@ def test_in_a_capture_one_tensor_under_two_names_is_two_values():
         trips.fill_(n)
         made.replay()
         assert (a[0].item(), b[0].item(), x[0].item()) == (n, 10 * n, 0)
+
+
+@gpu
+def test_in_a_capture_bodies_may_change_containers():
+    trips, made = torch.zeros((), dtype=torch.int64, device="cuda"), CUDAGraph()
+
+    def body(tree, n):
+        tree["x"] = tree["x"] + 1
+        return tree, n + 1
+
+    with graph(made):
+        start = ({"x": torch.zeros(2, device="cuda")}, torch.zeros_like(trips))
+        tree, _ = while_loop(lambda tree, n: n < trips, body, start)
+    for n in (2, 0, 7):
+        trips.fill_(n)
+        made.replay()
+        assert tree["x"].tolist() == [n, n]
+
+
+@gpu
+def test_in_a_capture_gradients_are_refused():
+    weight = torch.ones(2, device="cuda", requires_grad=True)
+
+    def capture():
+        with graph(CUDAGraph()):
+            while_loop(lambda y: y[0] < 3, lambda y: (y + weight,), (torch.zeros(2, device="cuda"),))
+
+    with pytest.raises(ConditionalBodyError, match="gradients do not pass"):
+        capture()
+    assert_healthy()
+    with torch.no_grad():
+        capture()
 
 
 @gpu

@@ -1,5 +1,6 @@
 """stage_and_launch: inputs copied by the graph itself."""
 
+import os
 import threading
 
 import pytest
@@ -383,3 +384,86 @@ def test_a_graph_on_another_device_than_the_current_one():
         launch(inputs)
         torch.testing.assert_close(y, inputs[0] + inputs[1] @ inputs[2] + 1)
         assert torch.cuda.current_device() == 0
+
+
+def without_memory():
+    empty = torch.zeros(3, 4, device="cuda")
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+@gpu
+def test_buffers_and_inputs_have_memory_of_their_own():
+    static = [torch.zeros(3, 4, device="cuda")]
+    made, _ = passing_on(static)
+    for bad, problem in (
+        (torch.zeros(3, 1, device="cuda").expand(3, 4), "overlaps itself"),
+        (torch.zeros(8, device="cuda").as_strided((3, 4), (1, 1)), "overlaps itself"),
+        (without_memory(), "static input 0 has no memory"),
+        (torch.zeros(3, 4, device="cuda").to_sparse(), "no plain tensor"),
+        (torch.nested.nested_tensor([torch.zeros(2)], device="cuda"), "no plain tensor"),
+    ):
+        with pytest.raises(graphreplay.ConfigurationError, match=problem):
+            made.stage_and_launch([bad], static)
+    for bad, problem in ((without_memory(), "input 0 has no memory"), (None, "input 0 is no tensor but NoneType")):
+        with pytest.raises(graphreplay.ConfigurationError, match=problem):
+            made.stage_and_launch(static, [bad])
+    with pytest.raises(graphreplay.ConfigurationError, match="inputs are a sequence of tensors, not NoneType"):
+        made.stage_and_launch(static, None)
+    made.stage_and_launch(static, (torch.ones(3, 4, device="cuda") for _ in range(1)))
+    assert static[0].unique().tolist() == [1.0]
+    assert_healthy()
+
+
+@gpu
+@pytest.mark.parametrize("odd", [lambda: torch.ones(8), lambda: torch.ones(8, device="cuda", dtype=torch.float64)])
+def test_odd_inputs_inside_a_capture_are_refused_before_they_are_converted(odd):
+    static, outer, given = [torch.zeros(8, device="cuda")], CUDAGraph(), [odd()]
+    made, outputs = passing_on(static)
+    made.stage_and_launch(static, given)
+    with graph(outer):
+        with pytest.raises(GraphStateError, match="stage_and_launch inside a capture"):
+            made.stage_and_launch(static, given)
+        y = static[0] + 1
+    outer.replay()
+    assert y.tolist() == [2.0] * 8
+    assert outputs[0].tolist() == [1.0] * 8
+
+
+@gpu
+def test_buffers_passed_in_again_from_other_streams_without_waiting():
+    static = [torch.full((1 << 20,), float(i), device="cuda") for i in range(3)]
+    made = CUDAGraph()
+    with graph(made):
+        for tensor in static:
+            for _ in range(10):
+                tensor.add_(1)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    made.stage_and_launch(static, [tensor.clone() for tensor in static])
+    torch.cuda.synchronize()
+    for turn in range(30):
+        with torch.cuda.stream(streams[turn % 3]):
+            made.stage_and_launch(static, static[1:] + static[:1])
+    torch.cuda.synchronize()
+    assert [tensor.unique().tolist() for tensor in static] == [[310.0], [311.0], [312.0]]
+
+
+@gpu
+def test_a_forked_child_cannot_launch():
+    made, static, _ = summing(2)
+    inputs = [torch.ones(64, 256, device="cuda")] * 2
+    staging = made.staging(static)
+    staging.launch(inputs)
+    torch.cuda.synchronize()
+    child = os.fork()
+    if child == 0:
+        try:
+            staging.launch(inputs)
+        except GraphStateError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        except BaseException:
+            os._exit(2)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    staging.launch(inputs)
+    torch.cuda.synchronize()
