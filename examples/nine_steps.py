@@ -157,7 +157,7 @@ def run(device: torch.device, dtype: torch.dtype, repeats: int, seed: int) -> li
     teacher = Teacher(device, dtype, seed)
     ways = ways_of(teacher, requests[0])
     failures = []
-    print(_ON_CPU if device.type == "cpu" else _ON_GPU)
+    print(_ON_CPU if device.type == "cpu" else _ON_GPU, flush=True)
     for request in requests:
         latents = {name: way(request) for name, way in ways.items()}
         result = latents.pop("loop")
@@ -173,7 +173,7 @@ def run(device: torch.device, dtype: torch.dtype, repeats: int, seed: int) -> li
             (eager, _), (replay, replay_host), (loop, loop_host) = turns.quantile(0.5, dim=0).tolist()
             row += f"{eager:>9.2f}{replay:>8.2f}{loop:>8.2f}{eager / loop:>12.2f}{replay / loop:>8.2f}"
             row += f"{replay_host:>12.0f}{loop_host:>8.0f}"
-        print(row)
+        print(row, flush=True)
     return failures
 
 

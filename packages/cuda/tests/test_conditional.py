@@ -17,7 +17,7 @@ from graphreplay_cuda import (
     features,
     graph,
 )
-from graphreplay_cuda.conditional import check_predicate
+from graphreplay_cuda.arguments import check_predicate
 
 gpu = pytest.mark.cuda
 

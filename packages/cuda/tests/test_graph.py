@@ -506,6 +506,71 @@ def test_reset_while_other_threads_launch():
 
 
 @gpu
+def test_a_thread_that_dies_in_its_capture_leaves_collection_on():
+    made = CUDAGraph()
+    thread = threading.Thread(target=made.capture_begin, kwargs={"capture_error_mode": "thread_local"})
+    thread.start()
+    thread.join()
+    with pytest.raises(GraphStateError, match="in another thread"):
+        made.reset()
+    assert not gc.isenabled()
+    del made
+    assert gc.isenabled()
+    x = torch.ones(4, device="cuda")
+    other, y = captured(x, stream=torch.cuda.Stream())
+    other.replay()
+    assert y.tolist() == [3.0] * 4
+
+
+@gpu
+def test_graphs_may_go_while_another_thread_captures():
+    x, outer, begun, gone = torch.ones(64, device="cuda"), CUDAGraph(), threading.Event(), threading.Event()
+    victims = [captured(x)[0] for _ in range(8)]
+    for victim in victims:
+        victim.replay()
+    said = []
+
+    def capture():
+        try:
+            with graph(outer, stream=torch.cuda.Stream()):
+                y = x * 2
+                begun.set()
+                gone.wait(60)
+                y = y + 1
+            outer.replay()
+            said.append(y.sum().item())
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(60)
+    while victims:
+        victims.pop().reset()
+    gone.set()
+    thread.join()
+    assert said == [192.0]
+    assert_healthy()
+
+
+@gpu
+@pytest.mark.parametrize("body", [False, True])
+def test_the_process_may_end_in_a_capture(body):
+    program = f"""
+import torch
+from graphreplay_cuda import CUDAGraph
+made = CUDAGraph()
+made.capture_begin()
+x = torch.ones(4, device="cuda")
+{"made.begin_capture_to_if_node(x[0] > 0)" if body else ""}
+x.add_(1)
+print("done", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@gpu
 def test_a_graph_dropped_in_its_capture_gives_it_up():
     x, made = torch.ones(4, device="cuda"), CUDAGraph()
     made.capture_begin()

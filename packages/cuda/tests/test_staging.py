@@ -297,10 +297,18 @@ def test_an_empty_graph_takes_inputs_too():
 @gpu
 def test_a_launch_inside_a_capture_is_refused():
     made, static, _ = summing(2)
-    inputs = [torch.ones(64, 256, device="cuda")] * 2
+    inputs, outer = [torch.ones(64, 256, device="cuda")] * 2, CUDAGraph()
     made.stage_and_launch(static, inputs)
-    with pytest.raises(GraphStateError, match="inside a capture, which"), graph(CUDAGraph()):
-        made.staging(static).launch(inputs)
+    with graph(outer):
+        y = static[0] * 2
+        with pytest.raises(GraphStateError, match="inside a capture, which"):
+            made.staging(static).launch(inputs)
+        with outer.if_node(torch.ones((), dtype=torch.bool, device="cuda")):
+            with pytest.raises(GraphStateError, match="inside a capture, which"):
+                made.stage_and_launch(static, inputs)
+            y.add_(1)
+    outer.replay()
+    assert y.unique().tolist() == [3.0]
     assert_healthy()
 
 
@@ -401,7 +409,7 @@ def test_buffers_and_inputs_have_memory_of_their_own():
         (torch.zeros(8, device="cuda").as_strided((3, 4), (1, 1)), "overlaps itself"),
         (without_memory(), "static input 0 has no memory"),
         (torch.zeros(3, 4, device="cuda").to_sparse(), "no plain tensor"),
-        (torch.nested.nested_tensor([torch.zeros(2)], device="cuda"), "no plain tensor"),
+        (torch.nested.nested_tensor([torch.zeros(2)], device="cuda", layout=torch.jagged), "no plain tensor"),
     ):
         with pytest.raises(graphreplay.ConfigurationError, match=problem):
             made.stage_and_launch([bad], static)

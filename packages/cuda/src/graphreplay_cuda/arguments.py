@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphreplay import BackendUnavailableError, ConfigurationError
+from graphreplay_cuda.errors import PredicateError
 from graphreplay_cuda.pools import PoolHandle
 
 MODES = ("global", "thread_local", "relaxed")
@@ -57,6 +59,27 @@ def check_pool(pool: Any) -> PoolHandle | None:
     raise ConfigurationError(
         f"pool is None, a handle of graph_pool_handle(), a pool_id or a CUDAGraph, not {type(pool).__name__}"
     )
+
+
+def check_predicate(predicate: Tensor, device: torch.device | None) -> None:
+    """Refuses what a conditional node cannot read.
+
+    Args:
+        device: where the predicate must be; None: anywhere.
+
+    Raises:
+        PredicateError: it is not a tensor of one bool there.
+    """
+    if not isinstance(predicate, Tensor):
+        raise PredicateError(f"a predicate is a tensor, not {type(predicate).__name__}")
+    if type(predicate) is not Tensor or predicate.layout != torch.strided:
+        raise PredicateError("a predicate is a plain strided tensor")
+    if predicate.dtype != torch.bool:
+        raise PredicateError(f"a predicate is of dtype bool, not {predicate.dtype}; compare, or call .bool()")
+    if predicate.numel() != 1:
+        raise PredicateError(f"a predicate is one element, not of shape {tuple(predicate.shape)}; reduce it by any()")
+    if device is not None and predicate.device != device:
+        raise PredicateError(f"a predicate for a graph on {device} is there, not on {predicate.device}")
 
 
 def why_no_cuda() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from typing import Any
@@ -67,7 +68,9 @@ class Capture:
 
     def _begin(self) -> None:
         with ExitStack() as scope:
-            scope.enter_context(collector_hold)
+            collector_hold.__enter__()
+            # Once: here, or where the thread has died and the capture is dropped.
+            scope.callback(weakref.finalize(self, collector_hold.__exit__))
             scope.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             torch.set_autocast_cache_enabled(False)
             scope.enter_context(torch.cuda.stream(self.stream))

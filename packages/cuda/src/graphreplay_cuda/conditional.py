@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from graphreplay_cuda import driver, features, kernels
-from graphreplay_cuda.errors import ConditionalBodyError, DriverError, GraphStateError, PredicateError
+from graphreplay_cuda.arguments import check_predicate
+from graphreplay_cuda.errors import ConditionalBodyError, DriverError, GraphStateError
 
 if TYPE_CHECKING:
     from graphreplay_cuda.capture import Capture
@@ -265,30 +266,3 @@ class Bodies:
     def _launch_setter(self, handle: int, predicate: Tensor, stream: torch.cuda.Stream) -> None:
         values = ((handle, predicate.data_ptr()), (ctypes.c_uint64, ctypes.c_void_p))
         driver.call("cuLaunchKernel", self._setter, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, values, 0)
-
-
-def check_predicate(predicate: Tensor, device: torch.device | None) -> None:
-    """Refuses what a conditional node cannot read.
-
-    Args:
-        device: where the predicate must be; None: anywhere.
-
-    Raises:
-        PredicateError: it is not a tensor of one bool there.
-    """
-    if not isinstance(predicate, Tensor):
-        raise PredicateError(f"a predicate is a tensor, not {type(predicate).__name__}")
-    if type(predicate) is not Tensor or predicate.layout != torch.strided:
-        raise PredicateError("a predicate is a plain strided tensor")
-    if predicate.dtype != torch.bool:
-        raise PredicateError(f"a predicate is of dtype bool, not {predicate.dtype}; compare, or call .bool()")
-    if predicate.numel() != 1:
-        raise PredicateError(f"a predicate is one element, not of shape {tuple(predicate.shape)}; reduce it by any()")
-    if device is not None and predicate.device != device:
-        raise PredicateError(f"a predicate for a graph on {device} is there, not on {predicate.device}")
-
-
-def is_random_refusal(error: BaseException | None) -> bool:
-    """Whether torch refused an operator since its generator takes no part in the capture."""
-    text = str(error)  # of 2.11 and 2.13, or of a later torch
-    return isinstance(error, RuntimeError) and "captur" in text and ("generator" in text or "RNG op" in text)

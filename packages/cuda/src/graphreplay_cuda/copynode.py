@@ -59,13 +59,17 @@ class Launches:
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
         if raw != self._last:
             if self._last is not None:
+                self.refuse_capture("a launch")
                 torch.cuda.current_stream(self.device).wait_stream(streams.named(self._last, self.device))
             self._last = raw
 
     def wait(self) -> None:
         """Has the host wait for them."""
         if self._last is not None:
-            streams.named(self._last, self.device).synchronize()
+            # By an event: waiting for the legacy default stream would break captures of other threads.
+            done = torch.cuda.Event()
+            done.record(streams.named(self._last, self.device))
+            done.synchronize()
 
     def refuse_capture(self, what: str) -> None:
         """Refuses a launch while the stream for it is captured: CUDA would take the graph in as it is now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.nodes import ConditionalNodes
 from graphreplay_cuda.pools import PoolHandle
 from graphreplay_cuda.release import release
-from graphreplay_cuda.staging import Staging
+from graphreplay_cuda.staging import Staging, as_list
 
 
 class CUDAGraph(ConditionalNodes):
@@ -149,6 +150,8 @@ class CUDAGraph(ConditionalNodes):
         release(graph, self._process, free)
 
     def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
         capture = getattr(self, "_capture", None)
         if getattr(self, "_graph", None) is not None or (capture and capture.thread == threading.get_ident()):
             self.reset()
@@ -214,7 +217,7 @@ class CUDAGraph(ConditionalNodes):
             ConfigurationError: a static input is no plain tensor on the device, or overlaps itself.
             GraphStateError: the graph is not captured.
         """
-        graph = self._captured("stage_and_launch")
+        graph, static_inputs = self._captured("stage_and_launch"), as_list("static inputs", static_inputs)
         with self._launches.lock:
             if self._staging is None or not self._staging.serves(static_inputs):
                 self._launches.refuse_capture("staging")  # it loads a kernel, and instantiates

@@ -14,9 +14,9 @@ from graphreplay.hostsync import host_sync_allowed
 from graphreplay.signature import describe_difference, differences, flatten, is_tensor_node, is_value_node
 from graphreplay.storage import extent
 from graphreplay.tree import replace_tensors, tensors
+from graphreplay_cuda.arguments import check_predicate
 from graphreplay_cuda.blocks import WhileNode
 from graphreplay_cuda.capture import Capture
-from graphreplay_cuda.conditional import check_predicate
 from graphreplay_cuda.current import current_capture
 from graphreplay_cuda.errors import ConditionalBodyError, PredicateError
 

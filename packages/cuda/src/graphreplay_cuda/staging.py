@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, compress, count, repeat
 from typing import Any
 
@@ -64,7 +64,7 @@ class Staging:
     """
 
     def __init__(self, node: CopyNode, static_inputs: Sequence[Tensor]) -> None:
-        self._static = _listed("static inputs", static_inputs)
+        self._static = list(static_inputs)
         _check_static(self._static, node.launches.device)
         self._node = node
         self._by_node = _apart(self._static)[: kernels.CAPACITIES[-1]]
@@ -111,7 +111,7 @@ class Staging:
 
     def _plain(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The inputs, converted where the copy node needs that, and copied where they share memory with a buffer."""
-        plain = _listed("inputs", inputs)
+        plain = as_list("inputs", inputs)
         if len(plain) != len(self._static):
             raise ConfigurationError(f"{len(plain)} inputs for {len(self._static)} static inputs")
         if not self._looks.fit(plain):
@@ -141,7 +141,12 @@ class Staging:
         return torch.empty_strided(target.shape, strides, dtype=target.dtype, device=target.device).copy_(tensor)
 
 
-def _listed(what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def as_list(what: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """A list of what is given.
+
+    Raises:
+        ConfigurationError: it cannot be iterated over.
+    """
     try:
         return list(tensors)
     except TypeError as error:
