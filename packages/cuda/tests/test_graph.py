@@ -13,7 +13,15 @@ from cuda_health import assert_healthy, pool_of, reserved
 
 import graphreplay
 import graphreplay_cuda
-from graphreplay_cuda import CUDAGraph, GraphStateError, graph, graph_pool_handle, is_current_stream_capturing
+from graphreplay_cuda import (
+    CUDAGraph,
+    CUDAGraphedForward,
+    GraphStateError,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+    release,
+)
 from graphreplay_cuda.pools import PoolHandle
 
 gpu = pytest.mark.cuda
@@ -551,6 +559,45 @@ def test_graphs_may_go_while_another_thread_captures():
     thread.join()
     assert said == [192.0]
     assert_healthy()
+
+
+@gpu
+def test_a_stream_that_is_captured_meanwhile_is_not_waited_for():
+    x, side, outer = torch.ones(64, device="cuda"), torch.cuda.Stream(), CUDAGraph()
+    made, y = captured(x)
+    graphed = CUDAGraphedForward(lambda *, x: x * 3, device="cuda")
+    other = torch.cuda.Stream()
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            made.replay()
+            graphed(x=x)
+            graphed(x=x)
+        torch.cuda.synchronize()
+        said = []
+
+        def elsewhere():
+            with torch.no_grad(), torch.cuda.stream(other):
+                with pytest.raises(GraphStateError, match="the stream of the launch before is being captured"):
+                    made.replay()
+                said.append(graphed(x=x + 1)[0].item())
+                victim.reset()
+
+        victim, _ = captured(x)
+        with torch.cuda.stream(side):
+            victim.replay()
+        with graph(outer, stream=side, capture_error_mode="relaxed"):
+            z = x * 5
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        outer.replay()
+        with torch.cuda.stream(other):
+            made.replay()
+        torch.cuda.synchronize()
+    assert (said, z[0].item(), y[0].item()) == ([6.0], 5.0, 3.0)
+    assert "called inside another capture" in graphed.stats()["eager_reasons"]
+    captured(x)
+    assert release._deferred == []
 
 
 @gpu

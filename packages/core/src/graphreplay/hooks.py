@@ -56,7 +56,7 @@ class BackendHooks:
         raise NotImplementedError
 
     def _is_capturing(self) -> bool:
-        """Whether the current stream is being captured by someone else."""
+        """Whether someone else captures the current stream, or one that a graph would have to wait for."""
         return False
 
     def _take_turn(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from typing import Any
@@ -120,9 +121,8 @@ class Capture:
             _end(self._graph)
         except RuntimeError:  # broken already
             return self._give_up()
-        self._graph.reset()
         self._scope.close()
-        self._leave_pool()
+        self._leave_pool(self._graph.reset)
         return []
 
     def _give_up(self) -> list[str]:
@@ -132,9 +132,9 @@ class Capture:
             self._scope.close()
             self._leave_pool()
 
-    def _leave_pool(self) -> None:
+    def _leave_pool(self, free: Callable[[], None] = lambda: None) -> None:
         self._pool.capture_over()
-        self._pool.leave(lambda: None)
+        self._pool.leave(free)
 
     @cached_property
     def root(self) -> int:

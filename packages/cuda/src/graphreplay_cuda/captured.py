@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphreplay_cuda import streams
+from graphreplay_cuda import driver, streams
 from graphreplay_cuda.context import graph
 from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.pools import PoolHandle
@@ -26,6 +26,13 @@ class PoolState:
         weakref.finalize(self, streams.give_back, self.capture_stream).atexit = False
         self.last_stream = torch.cuda.current_stream(device)
         """Where the pool's latest work was put."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether someone else captures the stream of the latest work, so that nothing can wait for it."""
+        raw = self.last_stream.cuda_stream
+        same = raw == torch._C._cuda_getCurrentRawStream(self.device.index)
+        return not same and raw != 0 and driver.is_capturing(raw)
 
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""

@@ -60,11 +60,17 @@ class Launches:
         if raw != self._last:
             if self._last is not None:
                 self.refuse_capture("a launch")
+                if self.is_blocked():
+                    raise GraphStateError("the stream of the launch before is being captured; launch after that")
                 torch.cuda.current_stream(self.device).wait_stream(streams.named(self._last, self.device))
             self._last = raw
 
+    def is_blocked(self) -> bool:
+        """Whether the stream of the latest one is being captured, so that nothing can wait for it now."""
+        return bool(self._last) and driver.is_capturing(self._last)
+
     def wait(self) -> None:
-        """Has the host wait for them."""
+        """Has the host wait for them, which must not be blocked."""
         if self._last is not None:
             # By an event: waiting for the legacy default stream would break captures of other threads.
             done = torch.cuda.Event()

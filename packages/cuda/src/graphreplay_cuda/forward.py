@@ -48,7 +48,9 @@ class CUDAGraphedForward(GraphedForward):
         return capture(forward, self._pool_state)
 
     def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.device.type != "cuda":
+            return False
+        return torch.cuda.is_current_stream_capturing() or (self.pool.backend is not None and self._pool_state.blocked)
 
     def _take_turn(self) -> None:
         state, current = self._pool_state, torch.cuda.current_stream(self.device)

@@ -147,7 +147,7 @@ class CUDAGraph(ConditionalNodes):
                 pool.leave(graph.reset)
                 keep_alive.clear()
 
-        release(graph, self._process, free)
+        release(graph, self._process, launches.is_blocked, free)
 
     def __del__(self) -> None:
         if sys.is_finalizing():

@@ -15,32 +15,39 @@ _kept_graphs: list[torch.cuda.CUDAGraph] = []
 graph in its pinned-memory allocator and crashes when the graph goes. A few hundred bytes each; their device memory is
 given back."""
 
-_deferred: list[Callable[[], None]] = []
-"""How to free graphs that were let go inside a capture of someone else, which freeing them would break."""
+_deferred: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+"""Graphs that were let go inside a capture of someone else, which freeing them would break: whether one still cannot be
+freed, and how it is."""
 
 
-def release(graph: torch.cuda.CUDAGraph, process: int, free: Callable[[], None]) -> None:
+def release(
+    graph: torch.cuda.CUDAGraph, process: int, is_blocked: Callable[[], bool], free: Callable[[], None]
+) -> None:
     """Frees a graph by ``free()``, which waits for its replays and resets it: now, or when that harms nobody.
 
     Args:
         process: the id of the process that captured it.
+        is_blocked: whether its replays cannot be waited for.
     """
     if process != os.getpid():
         _kept_graphs.append(graph)  # a forked child has no device to free it on; torch would print that
         return
-    _deferred.append(free)
+    _deferred.append((is_blocked, free))
     if not is_capturing_here():
         free_deferred()
 
 
 def free_deferred() -> None:
     """Frees what could not be freed when it was let go."""
-    while True:
+    for _ in range(len(_deferred)):
         try:
-            free = _deferred.pop()
-        except IndexError:  # not by a look first: other threads free as well
+            is_blocked, free = _deferred.pop(0)
+        except IndexError:  # other threads free as well
             return
-        free()
+        if is_blocked():
+            _deferred.append((is_blocked, free))
+        else:
+            free()
 
 
 def mend(graph: torch.cuda.CUDAGraph, device: torch.device, number: tuple[int, int]) -> list[str]:
