@@ -67,7 +67,8 @@ class Launches:
 
     def is_blocked(self) -> bool:
         """Whether the stream of the latest one is being captured, so that nothing can wait for it now."""
-        return bool(self._last) and driver.is_capturing(self._last)
+        last = self._last or 0  # the legacy default stream is never captured
+        return last != 0 and driver.is_capturing(last)
 
     def wait(self) -> None:
         """Has the host wait for them, which must not be blocked."""
