@@ -56,10 +56,11 @@ class Capture:
         self.bodies = Bodies(self)
         free_deferred()
         # Both before the capture, whose memory they would take, or which they would break.
-        streams.give_workspace(stream)
-        if features.available("if nodes"):
-            with suppress(DriverError):  # then the first conditional node says why
-                kernels.set_predicate(self.device.index)
+        with driver.relaxed():
+            streams.give_workspace(stream)
+            if features.available("if nodes"):
+                with suppress(DriverError):  # then the first conditional node says why
+                    kernels.set_predicate(self.device.index)
         self._number: Any = pool.enter()  # torch has a type of its own for it
         try:
             self._begin()
@@ -156,7 +157,8 @@ class Capture:
             return stream
         torch._C._cuda_endAllocateToPool(self.device.index, self._number)
         try:
-            _give_workspace_while_relaxed(stream)  # with the pool out of its way
+            with driver.relaxed():
+                streams.give_workspace(stream)  # with the pool out of its way
         finally:
             torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._number)
             torch._C._cuda_releasePool(self.device.index, self._number)  # which begin has added once more
@@ -165,15 +167,6 @@ class Capture:
             self._scope.enter_context(torch.autograd.set_multithreading_enabled(False))
             self._routed = True
         return stream
-
-
-def _give_workspace_while_relaxed(stream: torch.cuda.Stream) -> None:
-    """Has cuBLAS allocate a stream's workspace inside a capture, which the driver forbids in other modes."""
-    previous = driver.call("cuThreadExchangeStreamCaptureMode", driver.capture_mode("relaxed"))
-    try:
-        streams.give_workspace(stream)
-    finally:
-        driver.call("cuThreadExchangeStreamCaptureMode", previous)
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:

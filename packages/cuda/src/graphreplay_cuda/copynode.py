@@ -104,10 +104,10 @@ class CopyNode:
         self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
         self.loaded = False
         """Whether the next launch would copy what the latest one did."""
-        self._nothing = Table(launches.device.index, ())
-        launches.wait()  # instantiating anew destroys what is in flight
         try:
-            with torch.cuda.device(launches.device):
+            with torch.cuda.device(launches.device), driver.relaxed():
+                self._nothing = Table(launches.device.index, ())
+                launches.wait()  # instantiating anew destroys what is in flight
                 driver.ensure_context()
                 self.node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
                 graph.instantiate()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -84,6 +85,17 @@ def capture_info(stream: int) -> CaptureInfo | None:
 def is_capturing(stream: int) -> bool:
     """Whether a raw stream is being captured, be it a capture that is broken already."""
     return bool(call("cuStreamIsCapturing", stream) != bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Lets the calling thread allocate and free in the block while captures are under way, its own or other threads':
+    in their strict modes such calls would break them, though they put nothing on a captured stream."""
+    before = call("cuThreadExchangeStreamCaptureMode", capture_mode("relaxed"))
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
 
 
 class _Thread(threading.local):

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 
+from graphreplay_cuda import driver
 from graphreplay_cuda.current import is_capturing_here
 
 _kept_graphs: list[torch.cuda.CUDAGraph] = []
@@ -47,7 +48,8 @@ def free_deferred() -> None:
         if is_blocked():
             _deferred.append((is_blocked, free))
         else:
-            free()
+            with driver.relaxed():  # other threads may capture meanwhile
+                free()
 
 
 def mend(graph: torch.cuda.CUDAGraph, device: torch.device, number: tuple[int, int]) -> list[str]:

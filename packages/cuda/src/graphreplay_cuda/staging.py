@@ -69,7 +69,8 @@ class Staging:
         self._node = node
         self._by_node = _apart(self._static)[: kernels.CAPACITIES[-1]]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
-        self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node])
+        with driver.relaxed():
+            self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node])
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
