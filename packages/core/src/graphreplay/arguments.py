@@ -18,6 +18,12 @@ def parse_device(device: torch.device | str) -> torch.device:
         raise UnknownDeviceError(f"{device!r} is no device that torch knows; write cuda, cuda:0 or cpu") from error
 
 
+def check_deadline(deadline: Any) -> None:
+    """Raises ConfigurationError unless the deadline is a number of seconds above 0."""
+    if type(deadline) not in (int, float) or not 0 < deadline < float("inf"):
+        raise ConfigurationError(f"deadline must be a number of seconds above 0, not {deadline!r}")
+
+
 def check_arguments(module: Any, capture_context: Any, pool: Any, **bounds: Any) -> None:
     """Raises ConfigurationError for an argument of GraphedForward that cannot be honoured.
 

@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from graphreplay.request import Request
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
 from graphreplay.storage import storage_ids
+from graphreplay.together import Alone, Failure
 from graphreplay.tree import replace_tensors, tensors
 from graphreplay.weights import ModuleWatch
 
@@ -117,7 +118,7 @@ class _Phase:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UnsupportedLeafError):
+        if isinstance(error, Exception) and not isinstance(error, UnsupportedLeafError | Failure):
             raise PhaseError(f"{self._name} failed: {describe(error)}") from error
 
 
@@ -140,7 +141,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch) -> None:
         kwargs = clone_static(request.kwargs)
     except UnsupportedLeafError:
         return  # the capture will say so
-    observer = Observer(store.device, storage_ids(tensors(kwargs)), before)
+    observer = Observer(store.device, storage_ids(tensors(kwargs)), before, together=store.agreement is not None)
     try:
         with quiet_capture(store.device), watch.kept(()), observer.watching():
             store.module(**kwargs)
@@ -150,13 +151,14 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch) -> None:
         before.restore()
 
 
-def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entry:
+def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alone) -> Entry:
     """Clones the inputs, warms up, and captures: everything between a miss and a graph.
 
     The first warm-up runs under the platform's host-sync probe and an observer, which sees what the forward touches and
     saves what it is about to write; the later ones run as the capture will. Whatever happens, buffers end as they were.
 
     Raises:
+        Failure: the other ranks do not come along.
         UnsupportedLeafError: these inputs or outputs cannot be graphed; others may be.
         PhaseError: anything else, with the phase in which it happened.
     """
@@ -169,7 +171,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
-    observer = Observer(store.device, storage_ids(given), before)
+    observer = Observer(store.device, storage_ids(given), before, together=store.agreement is not None)
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
@@ -189,16 +191,21 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch) -> Entr
         return outputs
 
     check_containers(static)  # the caller's own, as the eager forward left them
+    ranks.begin()
     try:
         with body_error_wins(store._capture_context), attributes_kept(watch.modules), watch.kept(given):
             with store._warmup_stream():
-                with _Phase("warm-up 1 under the host-sync probe"), observer.watching(), store._sync_probe():
+                first = "warm-up 1 under the host-sync probe"
+                with _Phase(first), ranks.forward(first), observer.watching(), store._sync_probe():
                     forward()
                 for iteration in range(1, store.warmup_iters):
-                    with _Phase(f"warm-up {iteration + 1}"):
+                    with _Phase(f"warm-up {iteration + 1}"), ranks.forward(f"warm-up {iteration + 1}"):
                         forward()
-            with _Phase("capture"):
+            with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
                 graph, outputs = store._capture_graph(forward)
+    except BaseException:
+        ranks.settle(lambda: store.module(**replace_tensors(static, iter(given))))
+        raise
     finally:
         before.restore()
     try:

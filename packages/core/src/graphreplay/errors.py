@@ -68,8 +68,8 @@ class HostSyncError(CaptureError):
 
 
 class RankDisagreementError(GraphReplayError, RuntimeError):
-    """Ranks of one process group did not reach the same decision. Callers may catch it already; ranks do not
-    negotiate in this version (a ``group`` of more than one rank runs eagerly)."""
+    """The ranks of a process group are out of step, or one of them is gone, and no call can bring them back. The
+    message names the rank and the phase; start the processes anew."""
 
 
 class ClosedError(GraphReplayError, RuntimeError):

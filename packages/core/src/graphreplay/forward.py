@@ -18,18 +18,21 @@ from typing import Any
 
 import torch
 
+from graphreplay.agreement import Agreement
 from graphreplay.ambient import ambient_state, eager_only
-from graphreplay.arguments import check_arguments, parse_device
+from graphreplay.arguments import check_arguments, check_deadline, parse_device
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
+from graphreplay.digest import key_digest
 from graphreplay.entry import Entry
-from graphreplay.errors import PositionalArgumentError, UnsupportedLeafError
+from graphreplay.errors import PositionalArgumentError, RankDisagreementError, UnsupportedLeafError
 from graphreplay.pool import GraphPool
 from graphreplay.request import BoundForward, CallOptions, Key, Replayed, Request, order_shows_below, variant_key
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore
 from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
+from graphreplay.together import Alone, Failure, Together
 from graphreplay.tree import path_of
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
@@ -54,8 +57,9 @@ class GraphedForward(GraphStore):
             capture added to the pool. What an evicted graph leaves in its pool serves later captures, and goes back to
             the device with the pool's last graph.
         warmup_iters: forwards before a capture, at least 1; the last one runs under the host-sync probe.
-        group: the process group whose collectives the forward runs. Ranks do not agree on captures in this version, so
-            a group of more than one rank runs eagerly.
+        group: the process group whose collectives the forward runs. Its ranks build the wrapper alike and call it in
+            the same order; they capture a shape together or not at all, over the store of torch.distributed.
+        deadline: seconds that the ranks of a group wait for each other before and after a capture.
         name: how logs and errors call this wrapper; the module's class by default.
         enabled: False makes every call a plain forward.
         capture_context: makes a context manager that surrounds warm-up and capture, to put the module into a state
@@ -78,6 +82,7 @@ class GraphedForward(GraphStore):
         max_bytes: int | None = None,
         warmup_iters: int = 2,
         group: torch.distributed.ProcessGroup | None = None,
+        deadline: float = 30.0,
         name: str | None = None,
         enabled: bool = True,
         capture_context: Callable[[], AbstractContextManager[Any]] | None = None,
@@ -88,17 +93,22 @@ class GraphedForward(GraphStore):
         if max_bytes is not None:
             bounds["max_bytes"] = max_bytes
         check_arguments(module, capture_context, pool, **bounds)
+        check_deadline(deadline)
         self.module = module
         self.device = self.resolve_device(parse_device(device))
         self.name = name or str(getattr(module, "__qualname__", type(module).__name__))
         self.warmup_iters = warmup_iters
         self.group = group
+        self.agreement = None if group is None else Agreement.of_group(group, self.device, self.name, deadline)
         self.disabled_reason = self._why_off(enabled)
+        if self.agreement is not None and self.disabled_reason is not None:
+            self.agreement.leave(self.disabled_reason)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device)
         self._capture_context = capture_context or nullcontext
         self._nvtx = nvtx
         self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
+        self._calls = 0  # the same on all ranks of a group, so that it names their meetings
         self._open_store(max_entries, max_bytes)
 
     def _why_off(self, enabled: bool) -> str | None:
@@ -106,8 +116,6 @@ class GraphedForward(GraphStore):
             return "built with enabled=False"
         if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
             return f"the environment variable {DISABLE_VARIABLE} is set"
-        if self.group is not None and torch.distributed.get_world_size(self.group) > 1:
-            return "its group has more than one rank, and ranks do not agree on captures in this version"
         return self._graphs_supported()
 
     # ------------------------------------------------------------------------------------------ calls
@@ -179,6 +187,7 @@ class GraphedForward(GraphStore):
                 return self._eager(kwargs, "called inside another capture")
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
+        self._calls += 1
         request = self._request(kwargs, options)
         if isinstance(request, str):
             return self._eager(kwargs, request)
@@ -189,7 +198,11 @@ class GraphedForward(GraphStore):
             if isinstance(answer, Replayed):
                 return answer.outputs
             if answer is None:
-                result = self.module(**kwargs)
+                try:
+                    result = self.module(**kwargs)
+                except BaseException as error:
+                    self._ranks(request).excuse(error)
+                    raise
                 # The forward may have called, disabled or closed this very wrapper.
                 if self.enabled and not self._closed and self._cache.get(request.key) is None:
                     self._capture(request)
@@ -282,18 +295,42 @@ class GraphedForward(GraphStore):
         """Adds a graph for the request. Never raises for a fault of the forward or the device: a request that cannot
         be keyed or copied is refused, and any other failure disables the wrapper."""
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
+        ranks, entry, failure = self._ranks(request), None, None
         try:
             with self._marked("capture"), quiet_capture(self.device):
-                entry = build_entry(self, request, watch)
+                entry = build_entry(self, request, watch, ranks)
+        except Failure as error:
+            failure = error
         except UnsupportedLeafError as error:
-            self._refuse(request.key, str(error))
+            failure = Failure("refuse", str(error))
         except Exception as error:
-            self.disable(describe(error))
-        else:
-            if self._closed or self.disabled_reason is not None:  # by the forward itself, while it was captured
+            failure = Failure("disable", describe(error))
+        if entry is not None and (self._closed or self.disabled_reason is not None):
+            failure = Failure("skip", "the forward has closed or disabled its wrapper")  # while it was captured
+        try:
+            failure = ranks.agree(failure)
+        except RankDisagreementError as error:
+            self.disable(str(error))
+            raise
+        finally:
+            if failure is not None and entry is not None:
                 entry.free()
-            else:
-                self._keep(entry, request)
+        if failure is None:
+            assert entry is not None
+            self._keep(entry, request)
+        elif failure.severity == "refuse":
+            self._refuse(request.key, str(failure))
+        elif failure.severity == "disable":
+            self.disable(str(failure))
+
+    def _ranks(self, request: Request) -> Alone:
+        """Those who capture with this one."""
+        if self.agreement is None:
+            return Alone()
+        digest = key_digest(request.key, self.device)
+        holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
+        forwards = self.warmup_iters + self.captures_run
+        return Together(self.agreement, f"call {self._calls}", digest, holds, forwards)
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1
@@ -325,6 +362,7 @@ class GraphedForward(GraphStore):
         if capturing_here() or self._is_capturing():
             request: Request | str = "called inside another capture"
         else:
+            self._calls += 1
             request = self.disabled_reason or self._request(kwargs, options, ahead=True)
         if isinstance(request, str):
             self._stats.miss(f"not prepared: {request}")
@@ -337,7 +375,11 @@ class GraphedForward(GraphStore):
                 found = self._missed(request, changed) if changed else found
             if found is None:
                 attributes = AttributeSnapshot(self._watched().modules)
-                rehearse(self, request, self._watched())
+                try:
+                    rehearse(self, request, self._watched())
+                except BaseException as error:
+                    self._ranks(request).excuse(error)
+                    raise
                 self._capture(request)
                 if self.disabled_reason is not None:
                     attributes.restore()  # what the rehearsal counted or stored in Python

@@ -23,6 +23,9 @@ class BackendHooks:
     name: str
     pool: GraphPool
 
+    captures_run: bool = False
+    """Whether ``_capture_graph`` computes, and runs collectives, while it captures."""
+
     @classmethod
     def resolve_device(cls, device: torch.device) -> torch.device:
         """The device with its index filled in.

@@ -12,11 +12,10 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphreplay.errors import CaptureError
-from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
+from graphreplay.opmode import COLLECTIVES, OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
 
 _SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is noticed
-_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class Snapshot:
@@ -56,6 +55,7 @@ class Observer(OpMode):
         device: where the forward computes.
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
+        together: the ranks have agreed to run the forward's collectives.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
@@ -64,8 +64,11 @@ class Observer(OpMode):
             storage, drew no random numbers and ran no collective.
     """
 
-    def __init__(self, device: torch.device, static: Iterable[int], snapshot: Snapshot) -> None:
+    def __init__(
+        self, device: torch.device, static: Iterable[int], snapshot: Snapshot, *, together: bool = False
+    ) -> None:
         super().__init__()
+        self._together = together
         self._device = device
         self.outside: dict[int, Tensor] = {}
         self.written: set[int] = set()
@@ -115,8 +118,8 @@ class Observer(OpMode):
                 if storage not in self._static:
                     self._snapshot.add(tensor)
                     self.repeatable = False
-        if op.namespace in _COLLECTIVES and torch.distributed.get_world_size() > 1:
-            raise CaptureError("the forward runs collectives, and ranks do not agree on captures in this version")
+        if op.namespace in COLLECTIVES and not self._together and torch.distributed.get_world_size() > 1:
+            raise CaptureError("the forward runs collectives; pass their group, so that its ranks capture together")
         if op.namespace != "aten":
             self.repeatable = False  # operators of others may do anything
         for generator in kwargs.values():

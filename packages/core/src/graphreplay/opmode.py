@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from graphreplay.errors import CaptureError
 
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""Namespaces of the operators of torch.distributed."""
+
 _LIBRARIES = frozenset({"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "contextlib"})
 """Modules whose frames are no place in a user's forward."""
 
@@ -104,6 +107,8 @@ def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         named[argument.name] = value
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    if op.namespace == "c10d":  # whose schemas say nothing, and whose inputs are outputs as often as not
+        yield from tensor_args(args, kwargs)
     if named.get("training") or named.get("train") or named.get("use_input_stats"):
         yield from (t for t in (named.get("running_mean"), named.get("running_var")) if isinstance(t, Tensor))
 

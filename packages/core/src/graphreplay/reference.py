@@ -31,6 +31,9 @@ class _Call:
 
     def run(self) -> None:
         result = self.op(*self.args, **self.kwargs)
+        if self.op.namespace == "c10d":
+            work = result[-1] if isinstance(result, tuple) else result
+            torch.distributed.Work.unbox(work).wait()
         if self.fresh:
             tensors = tensor_args((result,), {})
             for position, storage in self.fresh:
@@ -109,6 +112,8 @@ class ReferenceGraphedForward(GraphedForward):
         if device.type == "cpu" and (device.index or 0) > 0:
             raise BackendUnavailableError(f"{device} is not here: the CPU counts as one device")
         return torch.device("cpu") if device.type == "cpu" else device  # tensors say "cpu", never "cpu:0"
+
+    captures_run = True
 
     def _graphs_supported(self) -> str | None:
         if self.device.type != "cpu":

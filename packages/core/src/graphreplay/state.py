@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
+from graphreplay.agreement import Agreement
 from graphreplay.cache import LRUCache
 from graphreplay.churn import ChurnGuard
 from graphreplay.entry import Entry
@@ -29,6 +30,9 @@ class GraphStore(BackendHooks):
 
     disabled_reason: str | None
     """Why calls run eagerly from now on, or None."""
+
+    agreement: Agreement | None
+    """With the other ranks of its group, if it has any."""
 
     warmup_iters: int
     _capture_context: Callable[[], AbstractContextManager[Any]]
@@ -86,6 +90,8 @@ class GraphStore(BackendHooks):
             if self.disabled_reason is None:
                 self.disabled_reason = reason
                 logger.warning("%s captures no more: %s", self.name, reason)
+                if self.agreement is not None:
+                    self.agreement.leave(reason)
             self._drop_graphs()
 
     def reset(self) -> None:
@@ -96,6 +102,8 @@ class GraphStore(BackendHooks):
     def close(self) -> None:
         """Drops every graph; calls raise ClosedError from now on. Closing again does nothing."""
         with self.pool.lock:
+            if self.agreement is not None and not self._closed:
+                self.agreement.leave("it was closed")
             self._closed = True
             self._drop_graphs()
 

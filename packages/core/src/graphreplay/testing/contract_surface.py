@@ -295,12 +295,14 @@ class SurfaceContract(ContractBase):
             assert graphed.stats()["replays"] == 1
             graphed.close()
 
-    def test_group_of_more_ranks_is_eager(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-        graphed = self.wrap(lambda *, x: x + 1, group=object())
-        assert_same(graphed(x=self.x()), self.x() + 1)
-        assert "more than one rank" in graphed.disabled_reason
-        assert graphed.stats()["captures"] == 0
+    def test_group_without_torch_distributed_is_refused(self) -> None:
+        with pytest.raises(graphreplay.ConfigurationError, match=r"torch\.distributed is not initialized"):
+            self.wrap(lambda *, x: x + 1, group=object())
+
+    @pytest.mark.parametrize("deadline", [0, -1.0, float("inf"), float("nan"), "30", None, True])
+    def test_bad_deadline_is_refused(self, deadline: Any) -> None:
+        with pytest.raises(graphreplay.ConfigurationError, match="deadline must be a number of seconds above 0"):
+            self.wrap(lambda *, x: x + 1, deadline=deadline)
 
     def test_repr_tells_the_state(self) -> None:
         graphed = self.wrap(lambda *, x: x + 1, name="teacher")

@@ -1,0 +1,215 @@
+"""Ranks of a process group decide together, in the store of torch.distributed, which no forward uses.
+
+They meet at places that they all name alike. Each rank leaves a ballot there and waits for the others' until a
+deadline; whoever has seen enough proposes a verdict. The store takes the first proposal and shows it to all, so that
+every rank reads the same one, however late it came.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed as dist
+
+from graphreplay.errors import ConfigurationError, RankDisagreementError
+from graphreplay.stats import logger
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01
+"""Seconds between two looks at the store; each is half as long again as the one before."""
+
+SEVERITIES = ("", "skip", "refuse", "disable")
+"""What a failure ends: nothing, this capture, captures of this key, captures of this wrapper. The worst one counts."""
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank has to say at a meeting."""
+
+    digest: str
+    """Of what it is about to capture; equal on all ranks if they may go on."""
+    failure: str | None = None
+    """Why this rank cannot go on."""
+    severity: str = ""
+    """How far the failure reaches: one of SEVERITIES."""
+    holds: str = ""
+    """What graphs it keeps; ranks that do not keep the same will not miss together."""
+    progress: str = ""
+    """Which collectives it has run since the last meeting; equal on all ranks if they are in step."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks have decided, the same on all of them."""
+
+    ballots: dict[int, Ballot]
+    missing: dict[int, str]
+    """Ranks that did not come: what they said when they left, or where each was seen last."""
+    gone: bool
+    """Whether some rank has left for good."""
+
+    @property
+    def go(self) -> bool:
+        """Whether all came, can go on, and mean the same."""
+        digests = {ballot.digest for ballot in self.ballots.values()}
+        return not self.missing and self.severity == "" and len(digests) == 1
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all have run the same collectives."""
+        return not self.missing and len({ballot.progress for ballot in self.ballots.values()}) == 1
+
+    @property
+    def severity(self) -> str:
+        """The worst of the ballots."""
+        return max((ballot.severity for ballot in self.ballots.values()), key=SEVERITIES.index, default="")
+
+    def why(self, own: int) -> str:
+        """The reasons of a verdict against going on, this rank's own first."""
+        failures = {rank: ballot.failure for rank, ballot in self.ballots.items() if ballot.failure is not None}
+        ours = failures.get(own)
+        others = {rank: text for rank, text in {**self.missing, **failures}.items() if rank != own}
+        reasons = [] if ours is None else [ours]
+        # Most failures are the same on all ranks; then one says it all.
+        reasons += [f"rank {rank}: {others[rank]}" for rank in sorted(others) if others[rank] != ours]
+        if not reasons:
+            sides: dict[str, list[int]] = {}
+            for rank, ballot in self.ballots.items():
+                sides.setdefault(ballot.digest, []).append(rank)
+            reasons = [f"ranks {' and '.join(map(str, sides.values()))} call with kwargs of different structure"]
+        return "; ".join(reasons)
+
+
+class Agreement:
+    """One wrapper's meetings with its peers on the other ranks.
+
+    Args:
+        store: a store of torch.distributed, or a prefix of one, for these meetings alone.
+        ranks: of the group, as the world counts them.
+        rank: this one.
+        deadline: seconds to wait for the others at a meeting.
+    """
+
+    _built: ClassVar[Counter[tuple[str, str]]] = Counter()
+
+    def __init__(self, store: Any, ranks: list[int], rank: int, deadline: float) -> None:
+        self.ranks, self.rank = ranks, rank
+        self.deadline = deadline
+        self._store = store
+        self._past: list[str] = []
+
+    @classmethod
+    def of_group(cls, group: dist.ProcessGroup, device: torch.device, name: str, deadline: float) -> Agreement | None:
+        """The agreement of a wrapper with its group; None for a group of one.
+
+        Wrappers of one name on one group count from 0 in the order in which they are built, which is to be the same on
+        all ranks.
+
+        Raises:
+            ConfigurationError: torch.distributed is not initialized, the group is gone or without this rank, or it has
+                no backend for the device.
+        """
+        if not dist.is_initialized():
+            raise ConfigurationError("a group is given, but torch.distributed is not initialized: init_process_group()")
+        rank = dist.get_rank()
+        try:
+            ranks = dist.get_process_group_ranks(group)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ConfigurationError("this process knows no such group; it may be destroyed") from error
+        if rank not in ranks:
+            raise ConfigurationError(f"rank {rank} is not in the group of ranks {ranks}; wrap on those ranks alone")
+        try:
+            group._get_backend(device)
+        except RuntimeError as error:
+            raise ConfigurationError(f"the group has no backend for {device.type}: {error}") from error
+        if len(ranks) == 1:
+            return None
+        members = "-".join(map(str, ranks))
+        number = cls._built[members, name]
+        cls._built[members, name] += 1
+        store = dist.distributed_c10d._get_default_store()
+        prefix = dist.distributed_c10d.PrefixStore(f"graphreplay/{members}/{name}/{number}", store)
+        return cls(prefix, ranks, rank, deadline)
+
+    def meet(self, place: str, ballot: Ballot) -> Verdict:
+        """Meets the other ranks.
+
+        Raises:
+            RankDisagreementError: the store is gone.
+        """
+        try:
+            return self._meet(place, ballot)
+        except RuntimeError as error:
+            raise RankDisagreementError(f"rank {self.rank} cannot reach the store, at {place}: {error}") from error
+
+    def _meet(self, place: str, ballot: Ballot) -> Verdict:
+        keys = {rank: f"{place}/{rank}" for rank in self.ranks}
+        decided = f"{place}/verdict"
+        self._store.set(keys[self.rank], json.dumps(asdict(ballot)))
+        end, pause = time.monotonic() + self.deadline, FIRST_PAUSE
+        while not self._has(*keys.values()) and not self._has(decided):
+            absent = [rank for rank in self.ranks if not self._has(keys[rank])]
+            if time.monotonic() > end or any(self._has(f"left/{rank}") for rank in absent):
+                break
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+        proposal = {
+            "came": [rank for rank in self.ranks if self._has(keys[rank])],
+            "missing": {rank: self._last_seen(rank) for rank in self.ranks if not self._has(keys[rank])},
+            "gone": any(self._has(f"left/{rank}") for rank in self.ranks),
+        }
+        verdict = json.loads(self._store.compare_set(decided, "", json.dumps(proposal)))
+        ballots = {rank: Ballot(**json.loads(self._store.get(keys[rank]))) for rank in verdict["came"]}
+        if not verdict["missing"]:
+            self._forget([*keys.values(), decided])
+        self._hear()
+        return Verdict(ballots, {int(rank): text for rank, text in verdict["missing"].items()}, verdict["gone"])
+
+    def excuse(self, place: str, ballot: Ballot) -> None:
+        """Leaves a ballot at a place that this rank does not come to."""
+        self._store.set(f"{place}/{self.rank}", json.dumps(asdict(ballot)))
+
+    def at(self, place: str) -> None:
+        """Lets the others know where this rank is, should it not come back."""
+        self._store.set(f"at/{self.rank}", place)
+
+    def leave(self, reason: str) -> None:
+        """Tells the others not to wait for this rank any more."""
+        self._tell("left", reason)
+
+    def alone(self, reason: str) -> None:
+        """Tells the others, who need not come, that this rank has waited for them in vain."""
+        self._tell("alone", reason)
+
+    def _tell(self, what: str, reason: str) -> None:
+        try:
+            self._store.set(f"{what}/{self.rank}", reason)
+        except RuntimeError as error:  # whoever hosts the store is gone
+            logger.warning("rank %d cannot tell the others that %s: %s", self.rank, reason, error)
+
+    def _hear(self) -> None:
+        for rank in self.ranks:
+            if rank != self.rank and self._has(f"alone/{rank}"):
+                text = self._store.get(f"alone/{rank}").decode()
+                self._store.delete_key(f"alone/{rank}")
+                logger.warning("rank %d: %s", rank, text)
+
+    def _has(self, *keys: str) -> bool:
+        return bool(self._store.check(list(keys)))
+
+    def _last_seen(self, rank: int) -> str:
+        for what, text in (("left", "left: {}"), ("at", f"did not come within {self.deadline:g} s, seen last at {{}}")):
+            if self._has(f"{what}/{rank}"):
+                return text.format(self._store.get(f"{what}/{rank}").decode())
+        return f"did not come within {self.deadline:g} s"
+
+    def _forget(self, keys: list[str]) -> None:
+        """Has the first rank delete the meeting before: whoever came to this one has read that one's verdict."""
+        if self.rank == self.ranks[0]:
+            for key in self._past:
+                self._store.delete_key(key)
+        self._past = keys

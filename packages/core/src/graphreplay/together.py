@@ -1,0 +1,147 @@
+"""One capture, alone or together with the other ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch._ops import OpOverload
+
+from graphreplay.agreement import Agreement, Ballot, Verdict
+from graphreplay.errors import CaptureError, RankDisagreementError
+from graphreplay.opmode import COLLECTIVES, OpMode
+from graphreplay.stats import logger
+
+
+class Failure(CaptureError):
+    """Why a capture is not kept, and how far that reaches.
+
+    Attributes:
+        severity: "skip" (this capture), "refuse" (captures of this key) or "disable" (all of this wrapper).
+    """
+
+    def __init__(self, severity: str, reason: str) -> None:
+        super().__init__(reason)
+        self.severity = severity
+
+
+class Alone:
+    """A capture that concerns this rank alone."""
+
+    def excuse(self, error: BaseException) -> None:
+        """The forward raised, to the caller, before any capture."""
+
+    def begin(self) -> None:
+        """The inputs are ready; the forwards of warm-up and capture come next.
+
+        Raises:
+            Failure: the other ranks do not come along.
+        """
+
+    @contextmanager
+    def forward(self, phase: str) -> Iterator[None]:
+        """Surrounds one forward that runs collectives for real."""
+        yield
+
+    def settle(self, run: Callable[[], object]) -> None:
+        """After a failure: runs the forwards that the other ranks expect, as far as collectives can be made up for."""
+
+    def agree(self, failure: Failure | None) -> Failure | None:
+        """What all ranks make of how their captures went; None: every one keeps its own."""
+        return failure
+
+
+class Together(Alone):
+    """A capture for which the ranks meet before their first forward and after their last one.
+
+    Args:
+        place: of the call; the same on all ranks.
+        digest: of what is captured.
+        holds: what graphs this rank keeps, in words.
+        forwards: how many will run collectives for real.
+    """
+
+    def __init__(self, agreement: Agreement, place: str, digest: str, holds: str, forwards: int) -> None:
+        self._agreement = agreement
+        self._place, self._digest, self._holds, self._forwards = place, digest, holds, forwards
+        self._met = False
+        self._settled: Failure | None = None
+        self._done = 0
+        self._phase = ""
+        self._count = _CollectiveCount()
+
+    def excuse(self, error: BaseException) -> None:
+        reason = f"its forward raised {type(error).__name__}: {error}"
+        self._agreement.excuse(f"{self._place}/before", Ballot(self._digest, reason, "skip", self._holds, "in step"))
+
+    def begin(self) -> None:
+        verdict = self._meet("before", None)
+        self._met = True
+        if not verdict.go:
+            self._settled = self._judged(verdict)
+            raise self._settled
+
+    @contextmanager
+    def forward(self, phase: str) -> Iterator[None]:
+        self._phase, self._count.issued = phase, 0
+        self._agreement.at(f"{self._place}, {phase}")
+        with self._count:
+            yield
+        self._done, self._count.issued = self._done + 1, 0
+
+    def settle(self, run: Callable[[], object]) -> None:
+        # A forward that has issued some of its collectives cannot issue the rest: running it again would repeat them.
+        if self._met and self._settled is None and not self._count.issued:
+            while self._done < self._forwards:
+                with suppress(Exception):  # what fails here has failed before
+                    run()
+                self._done += 1
+
+    def agree(self, failure: Failure | None) -> Failure | None:
+        if self._settled is not None:
+            return self._settled  # the ranks have met over it already
+        verdict = self._meet("after" if self._met else "before", failure)
+        if verdict.go:
+            return None
+        if self._met and not verdict.in_step:
+            raise RankDisagreementError(
+                f"{self._place}: the ranks of {self._agreement.ranks} are out of step and cannot be brought back: "
+                f"{verdict.why(self._agreement.rank)}. Their collectives may hang or mix; start the processes anew"
+            )
+        return self._judged(verdict)
+
+    def _meet(self, when: str, failure: Failure | None) -> Verdict:
+        self._agreement.at(f"{self._place}, {when} its capture")
+        reason, severity = (None, "") if failure is None else (str(failure), failure.severity)
+        progress = f"{self._phase}, collective {self._count.issued}" if self._count.issued else "in step"
+        ballot = Ballot(self._digest, reason, severity, self._holds, progress)
+        verdict = self._agreement.meet(f"{self._place}/{when}", ballot)
+        held = {rank: ballot.holds for rank, ballot in sorted(verdict.ballots.items())}
+        if when == "before" and len(set(held.values())) > 1:
+            what = "; ".join(f"rank {rank}: {text}" for rank, text in held.items())
+            logger.warning("the ranks do not keep the same graphs, and will wait for each other in vain: %s", what)
+        return verdict
+
+    def _judged(self, verdict: Verdict) -> Failure:
+        why = verdict.why(self._agreement.rank)
+        if verdict.gone:
+            return Failure("disable", why)
+        if verdict.missing:
+            self._agreement.alone(f"waited for the others at {self._place} and found: {why}")
+            return Failure("refuse", f"this rank captures alone: {why}; it may have evicted what the others replay")
+        return Failure(verdict.severity or "refuse", why)
+
+
+class _CollectiveCount(OpMode):
+    """Counts the collectives of one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued = 0
+
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = op(*args, **kwargs)
+        if op.namespace in COLLECTIVES:
+            self.issued += 1
+        return result

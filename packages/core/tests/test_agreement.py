@@ -1,0 +1,198 @@
+"""Ranks as threads over one store: meetings, deadlines, and verdicts that all read alike."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import graphreplay
+from graphreplay.agreement import Agreement, Ballot
+from graphreplay.digest import key_digest
+from graphreplay.request import Key
+from graphreplay.signature import kwargs_signature
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def on_ranks(size, run):
+    """``run(rank)`` on threads, one a rank; what each returns, by rank."""
+    results, errors = {}, []
+
+    def work(rank):
+        try:
+            results[rank] = run(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert errors == []
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def agreements(store, size, deadline=30.0):
+    return [Agreement(store, list(range(size)), rank, deadline) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_all_go_on_where_all_come_and_mean_the_same(store, size):
+    peers = agreements(store, size)
+
+    def run(rank):
+        return [peers[rank].meet(f"call {n}/before", Ballot("d")).go for n in range(5)]
+
+    assert on_ranks(size, run) == {rank: [True] * 5 for rank in range(size)}
+    assert store.num_keys() <= 2 * (size + 1), "the meetings before the last two are forgotten"
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 2)])
+def test_one_failure_stops_all_and_each_reads_its_own_reason_first(store, failing):
+    peers = agreements(store, 3)
+
+    def run(rank):
+        failed = rank in failing
+        ballot = Ballot("d", f"planned on {rank}" if failed else None, "disable" if failed else "")
+        verdict = peers[rank].meet("call 1/after", ballot)
+        return verdict.go, verdict.severity, verdict.why(rank)
+
+    for rank, (go, severity, why) in on_ranks(3, run).items():
+        assert (go, severity) == (False, "disable")
+        assert why.startswith(f"planned on {rank}" if rank in failing else f"rank {failing[0]}: planned")
+        assert all(f"planned on {other}" in why for other in failing)
+
+
+def test_a_reason_that_all_have_is_said_once(store):
+    peers = agreements(store, 3)
+    seen = on_ranks(3, lambda rank: peers[rank].meet("p", Ballot("d", "the same", "disable")).why(rank))
+    assert set(seen.values()) == {"the same"}
+
+
+def test_the_worst_severity_counts(store):
+    peers = agreements(store, 3)
+    severities = ["skip", "refuse", ""]
+    seen = on_ranks(3, lambda rank: peers[rank].meet("p", Ballot("d", "f" if rank < 2 else None, severities[rank])))
+    assert {verdict.severity for verdict in seen.values()} == {"refuse"}
+
+
+def test_other_digests_do_not_go_together(store):
+    peers = agreements(store, 4)
+    seen = on_ranks(4, lambda rank: peers[rank].meet("p", Ballot("ab"[rank // 2])))
+    assert {verdict.go for verdict in seen.values()} == {False}
+    assert {verdict.why(0) for verdict in seen.values()} == {
+        "ranks [0, 1] and [2, 3] call with kwargs of different structure"
+    }
+
+
+def test_other_progress_is_out_of_step(store):
+    peers = agreements(store, 2)
+    assert on_ranks(2, lambda r: peers[r].meet("a", Ballot("d", progress="all")).in_step) == {0: True, 1: True}
+    assert on_ranks(2, lambda r: peers[r].meet("b", Ballot("d", progress=str(r))).in_step) == {0: False, 1: False}
+
+
+def test_who_does_not_come_is_named_within_the_deadline_with_the_place_last_seen(store):
+    peers = agreements(store, 3, deadline=0.2)
+    peers[2].at("call 7, warm-up 1")
+    start = time.monotonic()
+    seen = on_ranks(2, lambda rank: peers[rank].meet("call 7/after", Ballot("d")))
+    assert time.monotonic() - start < 5
+    for verdict in seen.values():
+        assert (verdict.go, verdict.gone, list(verdict.missing)) == (False, False, [2])
+        assert verdict.why(0) == "rank 2: did not come within 0.2 s, seen last at call 7, warm-up 1"
+
+
+def test_who_comes_late_reads_the_same_verdict(store):
+    peers = agreements(store, 2, deadline=0.05)
+    first = peers[0].meet("p", Ballot("d"))
+    late = peers[1].meet("p", Ballot("d"))
+    assert first == late
+    assert list(late.missing) == [1]
+
+
+def test_who_has_left_is_not_waited_for(store):
+    peers = agreements(store, 2, deadline=60.0)
+    peers[1].leave("its capture failed: planned")
+    start = time.monotonic()
+    verdict = peers[0].meet("p", Ballot("d"))
+    assert time.monotonic() - start < 5
+    assert verdict.gone
+    assert verdict.why(0) == "rank 1: left: its capture failed: planned"
+
+
+def test_who_was_alone_is_heard_at_the_next_meeting(store, caplog):
+    peers = agreements(store, 2)
+    peers[0].alone("nobody came to call 3")
+    on_ranks(2, lambda rank: peers[rank].meet("p", Ballot("d")))
+    assert caplog.messages == ["rank 0: nobody came to call 3"]
+    on_ranks(2, lambda rank: peers[rank].meet("q", Ballot("d")))
+    assert len(caplog.messages) == 1
+
+
+def test_racing_proposals_end_in_one_verdict(store):
+    """Deadlines that pass at the same moment as the last rank comes."""
+    for turn in range(30):
+        here = dist.PrefixStore(str(turn), store)
+        peers = agreements(here, 3, deadline=0.002)
+
+        def run(rank, peers=peers, here=here):
+            while rank == 2 and not here.check(["p/0"]):
+                pass  # the others' deadline runs from now on
+            return peers[rank].meet("p", Ballot("d"))
+
+        seen = on_ranks(3, run)
+        assert len({(verdict.go, tuple(verdict.missing)) for verdict in seen.values()}) == 1
+
+
+def test_a_store_that_is_gone_is_an_error_that_says_so():
+    class Gone(dist.Store):
+        def set(self, key, value):
+            raise RuntimeError("connection refused")
+
+    with pytest.raises(graphreplay.RankDisagreementError, match="rank 0 cannot reach the store, at p: connection"):
+        Agreement(Gone(), [0, 1], 0, 1.0).meet("p", Ballot("d"))
+
+
+# ----------------------------------------------------------------------------------------------- digests
+
+
+def digest(kwargs, device="cpu", variant=None, ambient=(True,)):
+    made = None if variant is None else kwargs_signature(variant)
+    return key_digest(Key(kwargs_signature(kwargs), ambient, (), made), torch.device(device))
+
+
+SAME = {"x": torch.zeros(2, 3), "n": 4, "mask": None, "deep": [torch.zeros(1)]}
+
+
+def test_ranks_may_differ_in_sizes_and_in_their_own_device():
+    assert digest(SAME) == digest({**SAME, "x": torch.zeros(5, 3)})
+    meta = {"x": torch.zeros(2, 3, device="meta")}
+    assert digest({"x": torch.zeros(2, 3)}, "cpu") == digest(meta, "meta")
+    assert digest({"d": torch.device("cuda:0")}, "cuda:0") == digest({"d": torch.device("cuda:1")}, "cuda:1")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**SAME, "x": torch.zeros(2, 3, 1)},
+        {**SAME, "x": torch.zeros(2, 3, dtype=torch.float64)},
+        {**SAME, "x": torch.zeros(2, 3, device="meta")},
+        {**SAME, "n": 5},
+        {**SAME, "n": 4.0},
+        {**SAME, "mask": torch.zeros(2)},
+        {**SAME, "deep": (torch.zeros(1),)},
+        {**SAME, "more": 1},
+    ],
+)
+def test_structure_and_constants_count(other):
+    assert digest(SAME) != digest(other)
+
+
+def test_variants_and_process_state_count():
+    assert digest(SAME, variant="a") != digest(SAME, variant="b") != digest(SAME)
+    assert digest(SAME, ambient=(True,)) != digest(SAME, ambient=(False,))
