@@ -207,3 +207,20 @@ def test_real_models_in_training_mode_equal_eager(build):
             for _ in range(4):
                 twin(**{name: make(6) for name, make in inputs.items()})
     assert twin.counts() == (1, 3, 0), twin.graphed.stats()
+
+
+def test_a_graph_that_cannot_be_freed_costs_no_result(monkeypatch, caplog):
+    graphed = ReferenceGraphedForward(lambda *, x: x + 1, device="cpu", max_entries=1)
+
+    def fail(self):
+        raise RuntimeError("planned")
+
+    with torch.no_grad():
+        graphed(x=torch.ones(1))
+        monkeypatch.setattr(RecordedGraph, "reset", fail)
+        for count in (2, 2, 3):
+            assert graphed(x=torch.ones(count)).tolist() == [2.0] * count
+        graphed.close()
+        monkeypatch.undo()
+    assert (graphed.captures, graphed.num_graphs) == (3, 0)
+    assert caplog.messages == ["a graph could not be freed: RuntimeError: planned"] * 3

@@ -25,6 +25,14 @@ MAX_REFUSED = 1024
 """Keys that are remembered as not graphable; the oldest goes first."""
 
 
+def _free(entry: Entry) -> None:
+    """Frees an evicted graph. Whoever evicts it has a call in hand that is right, or more graphs to free."""
+    try:
+        entry.free()
+    except Exception as error:
+        logger.warning("a graph could not be freed: %s: %s", type(error).__name__, error)
+
+
 class GraphStore(BackendHooks):
     """The graphs of one wrapper with all that is known about them. Methods that change it hold the pool's lock."""
 
@@ -41,7 +49,7 @@ class GraphStore(BackendHooks):
 
     def _open_store(self, max_entries: int, max_bytes: int | None) -> None:
         self._watch: ModuleWatch | None = None
-        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, Entry.free)
+        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, _free)
         self._refused: OrderedDict[Hashable, str] = OrderedDict()
         self._churn = ChurnGuard()
         self._last: Key | None = None

@@ -68,6 +68,8 @@ class Together(Alone):
         self._met = False
         self._settled: Failure | None = None
         self._done = 0
+        self._per_forward: int | None = None
+        """Collectives of one forward, once one is through."""
         self._phase = ""
         self._count = _CollectiveCount()
 
@@ -88,9 +90,15 @@ class Together(Alone):
         self._agreement.at(f"{self._place}, {phase}")
         with self._count:
             yield
+        self._per_forward = self._count.issued
+        self._forward_is_through()
+
+    def _forward_is_through(self) -> None:
         self._done, self._count.issued = self._done + 1, 0
 
     def settle(self, run: Callable[[], object]) -> None:
+        if self._count.issued and self._count.issued == self._per_forward:
+            self._forward_is_through()  # it failed behind its last collective
         # A forward that has issued some of its collectives cannot issue the rest: running it again would repeat them.
         if self._met and self._settled is None and not self._count.issued:
             while self._done < self._forwards:
