@@ -196,3 +196,27 @@ def test_structure_and_constants_count(other):
 def test_variants_and_process_state_count():
     assert digest(SAME, variant="a") != digest(SAME, variant="b") != digest(SAME)
     assert digest(SAME, ambient=(True,)) != digest(SAME, ambient=(False,))
+
+
+def test_what_is_told_on_the_way_out_never_raises(caplog):
+    class Gone(dist.Store):
+        def set(self, key, value):
+            raise RuntimeError("connection refused")
+
+    peer = Agreement(Gone(), [0, 1], 0, 1.0)
+    peer.leave("closed")
+    peer.alone("waited")
+    peer.excuse("call 1/before", Ballot("d", "raised", "skip"))
+    assert len(caplog.messages) == 3
+    assert all("connection refused" in message for message in caplog.messages)
+
+
+def test_an_excuse_stops_the_others_at_once(store):
+    peers = agreements(store, 2, deadline=60.0)
+    peers[1].excuse("call 4/before", Ballot("d", "its forward raised KeyError: 'x'", "skip"))
+    verdict = peers[0].meet("call 4/before", Ballot("d"))
+    assert (verdict.go, verdict.severity, verdict.why(0)) == (
+        False,
+        "skip",
+        "rank 1: its forward raised KeyError: 'x'",
+    )

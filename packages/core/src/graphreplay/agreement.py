@@ -171,7 +171,7 @@ class Agreement:
 
     def excuse(self, place: str, ballot: Ballot) -> None:
         """Leaves a ballot at a place that this rank does not come to."""
-        self._store.set(f"{place}/{self.rank}", json.dumps(asdict(ballot)))
+        self._write(f"{place}/{self.rank}", json.dumps(asdict(ballot)))
 
     def at(self, place: str) -> None:
         """Lets the others know where this rank is, should it not come back."""
@@ -179,17 +179,17 @@ class Agreement:
 
     def leave(self, reason: str) -> None:
         """Tells the others not to wait for this rank any more."""
-        self._tell("left", reason)
+        self._write(f"left/{self.rank}", reason)
 
     def alone(self, reason: str) -> None:
         """Tells the others, who need not come, that this rank has waited for them in vain."""
-        self._tell("alone", reason)
+        self._write(f"alone/{self.rank}", reason)
 
-    def _tell(self, what: str, reason: str) -> None:
+    def _write(self, key: str, text: str) -> None:
         try:
-            self._store.set(f"{what}/{self.rank}", reason)
-        except RuntimeError as error:  # whoever hosts the store is gone
-            logger.warning("rank %d cannot tell the others that %s: %s", self.rank, reason, error)
+            self._store.set(key, text)
+        except RuntimeError as error:  # whoever hosts the store is gone; there is something worse to tell
+            logger.warning("rank %d cannot tell the others at %s: %s: %s", self.rank, key, text, error)
 
     def _hear(self) -> None:
         for rank in self.ranks:
