@@ -125,13 +125,14 @@ def test_who_has_left_is_not_waited_for(store):
     assert verdict.why(0) == "rank 1: left: its capture failed: planned"
 
 
-def test_who_was_alone_is_heard_at_the_next_meeting(store, caplog):
-    peers = agreements(store, 2)
-    peers[0].alone("nobody came to call 3")
-    on_ranks(2, lambda rank: peers[rank].meet("p", Ballot("d")))
-    assert caplog.messages == ["rank 0: nobody came to call 3"]
-    on_ranks(2, lambda rank: peers[rank].meet("q", Ballot("d")))
-    assert len(caplog.messages) == 1
+def test_who_was_alone_is_heard_by_each_of_the_others_at_its_next_meeting(store, caplog):
+    peers = agreements(store, 4)
+    for call in (3, 8):
+        peers[0].alone(f"nobody came to call {call}")
+        for place in ("before", "after"):
+            on_ranks(4, lambda rank, place=f"{call}/{place}": peers[rank].meet(place, Ballot("d")))
+        assert caplog.messages == [f"rank 0: nobody came to call {call}"] * 3
+        caplog.clear()
 
 
 def test_racing_proposals_end_in_one_verdict(store):

@@ -101,6 +101,7 @@ class Agreement:
         self.deadline = deadline
         self._store = store
         self._past: list[str] = []
+        self._heard: dict[int, str] = {}
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, device: torch.device, name: str, deadline: float) -> Agreement | None:
@@ -195,8 +196,9 @@ class Agreement:
         for rank in self.ranks:
             if rank != self.rank and self._has(f"alone/{rank}"):
                 text = self._store.get(f"alone/{rank}").decode()
-                self._store.delete_key(f"alone/{rank}")
-                logger.warning("rank %d: %s", rank, text)
+                if self._heard.get(rank) != text:  # it stays there for the others
+                    self._heard[rank] = text
+                    logger.warning("rank %d: %s", rank, text)
 
     def _has(self, *keys: str) -> bool:
         return bool(self._store.check(list(keys)))
