@@ -1,0 +1,150 @@
+"""Groups of ranks that are processes: what the constructor refuses, and that a plain group works."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, sys
+import torch
+import torch.distributed as dist
+import graphreplay
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(sys.argv[2], 2))
+
+class Sum(torch.nn.Module):
+    def forward(self, *, x):
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+def wrap(**options):
+    return graphreplay.ReferenceGraphedForward(Sum(), device="cpu", deadline=20.0, **options)
+
+def refusal(**options):
+    try:
+        wrap(**options)
+    except graphreplay.ConfigurationError as error:
+        print(error)
+    else:
+        print("taken")
+
+"""
+
+SCRIPTS = {
+    "members": (
+        """
+only = dist.new_group([0])
+refusal(group=only)
+""",
+        ["taken", "rank 1 is not in the group of ranks [0]; wrap on those ranks alone"],
+    ),
+    "destroyed": (
+        """
+gone = dist.new_group([0, 1])
+dist.barrier()
+dist.destroy_process_group(gone)
+refusal(group=gone)
+""",
+        ["this process knows no such group; it may be destroyed"] * 2,
+    ),
+    "none": (
+        """
+graphed = wrap()
+with torch.no_grad():
+    print([graphed(x=torch.ones(1)).item() for _ in range(2)], "pass their group" in graphed.disabled_reason)
+""",
+        ["[5.0, 5.0] True"] * 2,
+    ),
+    "together": (
+        """
+graphed = wrap(group=dist.group.WORLD)
+with torch.no_grad():
+    values = [graphed(x=torch.full((2 + rank * 0,), float(i + rank))).tolist() for i in range(4)]
+print(values, graphed.captures, graphed.stats()["replays"], graphed.disabled_reason)
+graphed.close()
+""",
+        ["[[3.0, 3.0], [7.0, 7.0], [11.0, 11.0], [15.0, 15.0]] 1 3 None"] * 2,
+    ),
+    "in place": (
+        """
+class InPlace(torch.nn.Module):
+    def forward(self, *, x):
+        dist.all_reduce(x)
+        return x + 1
+
+graphed = graphreplay.ReferenceGraphedForward(InPlace(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    for i in range(3):
+        x = torch.full((2,), float(i + rank))
+        print(graphed(x=x).tolist(), x.tolist())
+print(graphed.stats()["replays"])
+""",
+        ["[2.0, 2.0] [1.0, 1.0]\n[4.0, 4.0] [3.0, 3.0]\n[6.0, 6.0] [5.0, 5.0]\n2"] * 2,
+    ),
+    "uneven": (
+        """
+graphed = wrap(group=dist.group.WORLD)
+class Mean(torch.nn.Module):
+    def forward(self, *, x):
+        total = x.sum(0, keepdim=True)
+        dist.all_reduce(total)
+        return x + total
+
+graphed = graphreplay.ReferenceGraphedForward(Mean(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    print([graphed(x=torch.ones(2 + rank, 1) * i).sum().item() for i in range(3)], graphed.captures)
+""",
+        ["[0.0, 12.0, 24.0] 1", "[0.0, 18.0, 36.0] 1"],
+    ),
+    "structure": (
+        """
+graphed = wrap(group=dist.group.WORLD)
+graphed.module.forward = lambda *, x, scale: Sum.forward(graphed.module, x=x) * scale
+with torch.no_grad():
+    for _ in range(2):
+        graphed(x=torch.ones(1), scale=rank)
+print(graphed.captures, *graphed.stats()["eager_reasons"])
+""",
+        ["0 ranks [0] and [1] call with kwargs of different structure"] * 2,
+    ),
+    "closed": (
+        """
+graphed = wrap(group=dist.group.WORLD)
+with torch.no_grad():
+    graphed(x=torch.ones(1))
+    dist.barrier()
+    if rank == 1:
+        graphed.close()
+        module = graphed.module
+    else:
+        module = graphed
+    dist.barrier()
+    print(module(x=torch.ones(2)).tolist(), graphed.disabled_reason)
+""",
+        ["[5.0, 5.0] rank 1: left: it was closed", "[5.0, 5.0] None"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_on_two_ranks(name, tmp_path):
+    script, expected = SCRIPTS[name]
+    end = "dist.barrier()\nsys.stdout.flush()\nos._exit(0)\n"  # destroying groups is not what is tested
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM + script + end, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        results = [process.communicate(timeout=90) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [out.strip() for out, _ in results] == expected, results
