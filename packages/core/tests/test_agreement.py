@@ -86,7 +86,8 @@ def test_other_digests_do_not_go_together(store):
     seen = on_ranks(4, lambda rank: peers[rank].meet("p", Ballot("ab"[rank // 2])))
     assert {verdict.go for verdict in seen.values()} == {False}
     assert {verdict.why(0) for verdict in seen.values()} == {
-        "ranks [0, 1] and [2, 3] call with kwargs of different structure"
+        "ranks [0, 1] and [2, 3] call differently: in the structure or constants of their kwargs, in variant=, in grad "
+        "or autocast mode"
     }
 
 
@@ -113,6 +114,8 @@ def test_who_comes_late_reads_the_same_verdict(store):
     late = peers[1].meet("p", Ballot("d"))
     assert first == late
     assert list(late.missing) == [1]
+    assert late.why(1) == "this rank came after the others had given up"
+    assert late.why(0) == "rank 1: did not come within 0.05 s"
 
 
 def test_who_has_left_is_not_waited_for(store):
@@ -133,6 +136,32 @@ def test_who_was_alone_is_heard_by_each_of_the_others_at_its_next_meeting(store,
             on_ranks(4, lambda rank, place=f"{call}/{place}": peers[rank].meet(place, Ballot("d")))
         assert caplog.messages == [f"rank 0: nobody came to call {call}"] * 3
         caplog.clear()
+
+
+def test_who_is_interrupted_while_it_waits_stops_the_others(store, monkeypatch):
+    peers = agreements(store, 2, deadline=60.0)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            peers[0].meet("p", Ballot("d"))
+    verdict = peers[1].meet("p", Ballot("d"))
+    assert not verdict.go
+    assert verdict.missing == {0: "was interrupted"}
+
+
+def test_waits_in_vain_are_counted_in_a_row(store):
+    peers = agreements(store, 2, deadline=0.01)
+    for place in "ab":
+        peers[0].meet(place, Ballot("d"))
+    assert peers[0].waits_in_vain == 2
+    peers = [Agreement(store, [0, 1], rank, 30.0) for rank in range(2)]
+    peers[0].waits_in_vain = 2
+    on_ranks(2, lambda rank: peers[rank].meet("c", Ballot("d")))
+    assert peers[0].waits_in_vain == 0
 
 
 def test_racing_proposals_end_in_one_verdict(store):
@@ -208,7 +237,7 @@ def test_what_is_told_on_the_way_out_never_raises(caplog):
     peer.leave("closed")
     peer.alone("waited")
     peer.excuse("call 1/before", Ballot("d", "raised", "skip"))
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 4
     assert all("connection refused" in message for message in caplog.messages)
 
 

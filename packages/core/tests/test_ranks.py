@@ -34,12 +34,125 @@ def refusal(**options):
 """
 
 SCRIPTS = {
+    "prepare": (
+        """
+graphed = wrap(group=dist.group.WORLD)
+with torch.no_grad():
+    if rank == 0:
+        print(graphed.prepare(x=torch.ones(1).to_sparse()))
+    else:
+        print(graphed.prepare(x=torch.ones(1)))
+    print([graphed(x=torch.full((2,), float(i + rank))).tolist() for i in range(3)], graphed.stats()["replays"])
+    print(graphed.prepare(x=torch.ones(3)), graphed(x=torch.ones(3)).tolist(), graphed.stats()["replays"])
+""",
+        ["False\n[[3.0, 3.0], [7.0, 7.0], [11.0, 11.0]] 2\nTrue [5.0, 5.0, 5.0] 3"] * 2,
+    ),
+    "eager": (
+        """
+graphed = wrap(group=dist.group.WORLD)
+with torch.no_grad():
+    x = torch.ones(1, requires_grad=rank == 0)
+    with torch.set_grad_enabled(rank == 0):
+        print(graphed(x=x).item())
+    print(graphed(x=torch.ones(2)).tolist(), graphed(x=torch.ones(2)).tolist(), graphed.stats()["replays"])
+""",
+        ["5.0\n[5.0, 5.0] [5.0, 5.0] 1"] * 2,
+    ),
+    "alone in a group": (
+        """
+own = [dist.new_group([0]), dist.new_group([1])][rank]
+
+class Own(torch.nn.Module):
+    def forward(self, *, x):
+        dist.all_reduce(x, group=own)
+        return x + 1
+
+graphed = graphreplay.ReferenceGraphedForward(Own(), device="cpu", group=own)
+with torch.no_grad():
+    print([graphed(x=torch.ones(1)).item() for _ in range(3)], graphed.stats()["replays"])
+""",
+        ["[2.0, 2.0, 2.0] 2"] * 2,
+    ),
+    "beyond the group": (
+        """
+own = [dist.new_group([0]), dist.new_group([1])][rank]
+graphed = wrap(group=own)
+with torch.no_grad():
+    print([graphed(x=torch.ones(1)).item() for _ in range(2)], "on the ranks [0, 1]" in graphed.disabled_reason)
+""",
+        ["[5.0, 5.0] True"] * 2,
+    ),
+    "no group": (
+        """
+refusal(group=[0, 1])
+""",
+        ["group is a ProcessGroup of torch.distributed, not list"] * 2,
+    ),
+    "one pool": (
+        """
+other = dist.new_group([0, 1], backend="gloo")
+pool = graphreplay.GraphPool()
+wrap(group=dist.group.WORLD, pool=pool)
+wrap(group=other, pool=pool)
+print("shared")
+single = [dist.new_group([0]), dist.new_group([1])][rank]
+refusal(group=single, pool=pool)
+""",
+        [f"shared\nthis pool belongs to the ranks [0, 1]; make another one for [{rank}]" for rank in range(2)],
+    ),
+    "exchange": (
+        """
+class Ring(torch.nn.Module):
+    def forward(self, *, x):
+        got = torch.empty_like(x)
+        works = [dist.isend(x, 1 - rank), dist.irecv(got, 1 - rank)]
+        [work.wait() for work in works]
+        return got + x
+
+graphed = graphreplay.ReferenceGraphedForward(Ring(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    print([graphed(x=torch.full((1,), float(10 * i + rank))).item() for i in range(4)], graphed.stats()["replays"])
+""",
+        ["[1.0, 21.0, 41.0, 61.0] 3"] * 2,
+    ),
+    "functional": (
+        """
+name = dist.group.WORLD.group_name
+
+class Functional(torch.nn.Module):
+    def forward(self, *, x):
+        y = torch.ops._c10d_functional.all_reduce(x * 2, "sum", name)
+        return torch.ops._c10d_functional.wait_tensor(y) + 1
+
+graphed = graphreplay.ReferenceGraphedForward(Functional(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    values = [graphed(x=torch.full((1 << 20,), float(i + rank))).unique().tolist() for i in range(6)]
+print(values, graphed.stats()["replays"])
+""",
+        ["[[3.0], [7.0], [11.0], [15.0], [19.0], [23.0]] 5"] * 2,
+    ),
+    "only read": (
+        """
+class Gather(torch.nn.Module):
+    def forward(self, *, x):
+        out = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(out, x)
+        return torch.cat(out)
+
+graphed = graphreplay.ReferenceGraphedForward(Gather(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.inference_mode():
+    inputs = [torch.full((1,), float(i + rank)) for i in range(3)]
+with torch.no_grad():
+    print([graphed(x=x).tolist() for x in inputs], graphed.stats()["replays"])
+""",
+        ["[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]] 2"] * 2,
+    ),
     "members": (
         """
 only = dist.new_group([0])
 refusal(group=only)
 """,
-        ["taken", "rank 1 is not in the group of ranks [0]; wrap on those ranks alone"],
+        ["taken", "rank 1 is not in the group; wrap on its ranks alone"],
     ),
     "destroyed": (
         """
@@ -108,7 +221,11 @@ with torch.no_grad():
         graphed(x=torch.ones(1), scale=rank)
 print(graphed.captures, *graphed.stats()["eager_reasons"])
 """,
-        ["0 ranks [0] and [1] call with kwargs of different structure"] * 2,
+        [
+            "0 ranks [0] and [1] call differently: in the structure or constants of their kwargs, in variant=, in grad "
+            "or autocast mode"
+        ]
+        * 2,
     ),
     "closed": (
         """

@@ -223,4 +223,5 @@ def test_a_graph_that_cannot_be_freed_costs_no_result(monkeypatch, caplog):
         graphed.close()
         monkeypatch.undo()
     assert (graphed.captures, graphed.num_graphs) == (3, 0)
-    assert caplog.messages == ["a graph could not be freed: RuntimeError: planned"] * 3
+    told = [message for message in caplog.messages if "thrashes" not in message]
+    assert told == ["a graph could not be freed: RuntimeError: planned"] * 3

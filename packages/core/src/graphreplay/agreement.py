@@ -76,11 +76,16 @@ class Verdict:
         reasons = [] if ours is None else [ours]
         # Most failures are the same on all ranks; then one says it all.
         reasons += [f"rank {rank}: {others[rank]}" for rank in sorted(others) if others[rank] != ours]
+        if own in self.missing and not reasons:
+            reasons = ["this rank came after the others had given up"]
         if not reasons:
             sides: dict[str, list[int]] = {}
             for rank, ballot in self.ballots.items():
                 sides.setdefault(ballot.digest, []).append(rank)
-            reasons = [f"ranks {' and '.join(map(str, sides.values()))} call with kwargs of different structure"]
+            reasons = [
+                f"ranks {' and '.join(map(str, sides.values()))} call differently: in the structure or constants of "
+                "their kwargs, in variant=, in grad or autocast mode"
+            ]
         return "; ".join(reasons)
 
 
@@ -102,39 +107,23 @@ class Agreement:
         self._store = store
         self._past: list[str] = []
         self._heard: dict[int, str] = {}
+        self._excuse = ""
+        self.waits_in_vain = 0
+        """In a row, for ranks that did not come."""
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, device: torch.device, name: str, deadline: float) -> Agreement | None:
-        """The agreement of a wrapper with its group; None for a group of one.
+    def of_group(cls, group: dist.ProcessGroup, ranks: list[int], name: str, deadline: float) -> Agreement:
+        """The agreement of a wrapper with its group of these ranks.
 
         Wrappers of one name on one group count from 0 in the order in which they are built, which is to be the same on
         all ranks.
-
-        Raises:
-            ConfigurationError: torch.distributed is not initialized, the group is gone or without this rank, or it has
-                no backend for the device.
         """
-        if not dist.is_initialized():
-            raise ConfigurationError("a group is given, but torch.distributed is not initialized: init_process_group()")
-        rank = dist.get_rank()
-        try:
-            ranks = dist.get_process_group_ranks(group)
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise ConfigurationError("this process knows no such group; it may be destroyed") from error
-        if rank not in ranks:
-            raise ConfigurationError(f"rank {rank} is not in the group of ranks {ranks}; wrap on those ranks alone")
-        try:
-            group._get_backend(device)
-        except RuntimeError as error:
-            raise ConfigurationError(f"the group has no backend for {device.type}: {error}") from error
-        if len(ranks) == 1:
-            return None
         members = "-".join(map(str, ranks))
         number = cls._built[members, name]
         cls._built[members, name] += 1
         store = dist.distributed_c10d._get_default_store()
         prefix = dist.distributed_c10d.PrefixStore(f"graphreplay/{members}/{name}/{number}", store)
-        return cls(prefix, ranks, rank, deadline)
+        return cls(prefix, ranks, dist.get_rank(), deadline)
 
     def meet(self, place: str, ballot: Ballot) -> Verdict:
         """Meets the other ranks.
@@ -143,9 +132,15 @@ class Agreement:
             RankDisagreementError: the store is gone.
         """
         try:
-            return self._meet(place, ballot)
+            verdict = self._meet(place, ballot)
         except RuntimeError as error:
             raise RankDisagreementError(f"rank {self.rank} cannot reach the store, at {place}: {error}") from error
+        except BaseException:  # an interrupt: this rank's ballot is there, and it does not come after all
+            proposal = {"came": [], "missing": {self.rank: "was interrupted"}, "gone": False}
+            self._store.compare_set(f"{place}/verdict", "", json.dumps(proposal))
+            raise
+        self.waits_in_vain = self.waits_in_vain + 1 if verdict.missing else 0
+        return verdict
 
     def _meet(self, place: str, ballot: Ballot) -> Verdict:
         keys = {rank: f"{place}/{rank}" for rank in self.ranks}
@@ -153,8 +148,7 @@ class Agreement:
         self._store.set(keys[self.rank], json.dumps(asdict(ballot)))
         end, pause = time.monotonic() + self.deadline, FIRST_PAUSE
         while not self._has(*keys.values()) and not self._has(decided):
-            absent = [rank for rank in self.ranks if not self._has(keys[rank])]
-            if time.monotonic() > end or any(self._has(f"left/{rank}") for rank in absent):
+            if time.monotonic() > end or self._has("left"):
                 break
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
@@ -172,15 +166,19 @@ class Agreement:
 
     def excuse(self, place: str, ballot: Ballot) -> None:
         """Leaves a ballot at a place that this rank does not come to."""
-        self._write(f"{place}/{self.rank}", json.dumps(asdict(ballot)))
+        if self._excuse:
+            self._store.delete_key(self._excuse)
+        self._excuse = f"{place}/{self.rank}"
+        self._write(self._excuse, json.dumps(asdict(ballot)))
 
     def at(self, place: str) -> None:
         """Lets the others know where this rank is, should it not come back."""
-        self._store.set(f"at/{self.rank}", place)
+        self._write(f"at/{self.rank}", place)
 
     def leave(self, reason: str) -> None:
         """Tells the others not to wait for this rank any more."""
         self._write(f"left/{self.rank}", reason)
+        self._write("left", "some")
 
     def alone(self, reason: str) -> None:
         """Tells the others, who need not come, that this rank has waited for them in vain."""
@@ -215,3 +213,31 @@ class Agreement:
             for key in self._past:
                 self._store.delete_key(key)
         self._past = keys
+
+
+def ranks_of(group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The ranks of a group, this process's own among them.
+
+    Raises:
+        ConfigurationError: torch.distributed is not initialized, the group is none, is gone or is without this rank, or
+            it has no backend for the device.
+    """
+    if not dist.is_initialized():
+        raise ConfigurationError("a group is given, but torch.distributed is not initialized: init_process_group()")
+    given: object = group
+    if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() returns to ranks that it leaves out
+        raise ConfigurationError(f"rank {dist.get_rank()} is not in the group; wrap on its ranks alone")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(f"group is a ProcessGroup of torch.distributed, not {type(group).__name__}")
+    rank = dist.get_rank()
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ConfigurationError("this process knows no such group; it may be destroyed") from error
+    if rank not in ranks:
+        raise ConfigurationError(f"rank {rank} is not in the group of ranks {ranks}; wrap on those ranks alone")
+    try:
+        group._get_backend(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"the group has no backend for {device.type}: {error}") from error
+    return ranks

@@ -130,23 +130,27 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {summary} (raised at {where_raised(error)})"
 
 
-def rehearse(store: GraphStore, request: Request, watch: ModuleWatch) -> None:
+def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alone) -> None:
     """The eager forward of a call that is not made: lazy initialization stays, everything else is undone.
 
     Raises:
+        Failure: the kwargs cannot be copied, on this rank or another, or the other ranks do not come along.
         Exception: whatever the forward itself raises.
     """
-    before = Snapshot(watch.buffers)
+    before, failure = Snapshot(watch.buffers), None
     try:
         kwargs = clone_static(request.kwargs)
-    except UnsupportedLeafError:
-        return  # the capture will say so
-    observer = Observer(store.device, storage_ids(tensors(kwargs)), before, together=store.agreement is not None)
+    except UnsupportedLeafError as error:
+        failure = Failure("refuse", str(error))
+    failure = ranks.agree(failure)
+    if failure is not None:
+        raise failure
+    observer = Observer(store.device, storage_ids(tensors(kwargs)), before, ranks=store.ranks)
     try:
         with quiet_capture(store.device), watch.kept(()), observer.watching():
             store.module(**kwargs)
     except CaptureError:
-        pass  # as above
+        pass  # the capture will say so
     finally:
         before.restore()
 
@@ -171,7 +175,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
-    observer = Observer(store.device, storage_ids(given), before, together=store.agreement is not None)
+    observer = Observer(store.device, storage_ids(given), before, ranks=store.ranks)
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:

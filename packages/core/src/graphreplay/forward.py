@@ -11,6 +11,7 @@ overrides the hooks in hooks.py and never repeats the road.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graphreplay.agreement import Agreement
+from graphreplay.agreement import Agreement, Ballot, ranks_of
 from graphreplay.ambient import ambient_state, eager_only
 from graphreplay.arguments import check_arguments, check_deadline, parse_device
 from graphreplay.attributes import AttributeSnapshot
@@ -29,7 +30,7 @@ from graphreplay.errors import PositionalArgumentError, RankDisagreementError, U
 from graphreplay.pool import GraphPool
 from graphreplay.request import BoundForward, CallOptions, Key, Replayed, Request, order_shows_below, variant_key
 from graphreplay.signature import flatten
-from graphreplay.state import GraphStore
+from graphreplay.state import GraphStore, free
 from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.together import Alone, Failure, Together
@@ -99,17 +100,21 @@ class GraphedForward(GraphStore):
         self.name = name or str(getattr(module, "__qualname__", type(module).__name__))
         self.warmup_iters = warmup_iters
         self.group = group
-        self.agreement = None if group is None else Agreement.of_group(group, self.device, self.name, deadline)
+        self.ranks = None if group is None else ranks_of(group, self.device)
         self.disabled_reason = self._why_off(enabled)
-        if self.agreement is not None and self.disabled_reason is not None:
-            self.agreement.leave(self.disabled_reason)
         self.pool = pool or GraphPool()
-        self.pool.bind(self.device)
+        self.pool.bind(self.device, self.ranks)
         self._capture_context = capture_context or nullcontext
         self._nvtx = nvtx
         self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
         self._calls = 0  # the same on all ranks of a group, so that it names their meetings
         self._open_store(max_entries, max_bytes)
+        self.agreement = None
+        if group is not None and self.ranks is not None and len(self.ranks) > 1:
+            self.agreement = Agreement.of_group(group, self.ranks, self.name, deadline)
+            weakref.finalize(self, self.agreement.leave, "its wrapper was dropped").atexit = False
+            if self.disabled_reason is not None:
+                self.agreement.leave(self.disabled_reason)
 
     def _why_off(self, enabled: bool) -> str | None:
         if not enabled:
@@ -190,6 +195,7 @@ class GraphedForward(GraphStore):
         self._calls += 1
         request = self._request(kwargs, options)
         if isinstance(request, str):
+            self._excuse(request)
             return self._eager(kwargs, request)
         with self.pool.lock:
             self._take_turn()
@@ -201,7 +207,7 @@ class GraphedForward(GraphStore):
                 try:
                     result = self.module(**kwargs)
                 except BaseException as error:
-                    self._ranks(request).excuse(error)
+                    self._excuse(f"its forward raised {type(error).__name__}: {error}")
                     raise
                 # The forward may have called, disabled or closed this very wrapper.
                 if self.enabled and not self._closed and self._cache.get(request.key) is None:
@@ -305,6 +311,10 @@ class GraphedForward(GraphStore):
             failure = Failure("refuse", str(error))
         except Exception as error:
             failure = Failure("disable", describe(error))
+        except BaseException:
+            if self.agreement is not None:  # the others must not wait for this rank, which is out of step
+                self.disable("interrupted in a capture")
+            raise
         if entry is not None and (self._closed or self.disabled_reason is not None):
             failure = Failure("skip", "the forward has closed or disabled its wrapper")  # while it was captured
         try:
@@ -314,23 +324,32 @@ class GraphedForward(GraphStore):
             raise
         finally:
             if failure is not None and entry is not None:
-                entry.free()
+                free(entry)
         if failure is None:
             assert entry is not None
             self._keep(entry, request)
-        elif failure.severity == "refuse":
+        else:
+            self._settle(failure, request)
+
+    def _settle(self, failure: Failure, request: Request) -> None:
+        if failure.severity == "refuse":
             self._refuse(request.key, str(failure))
         elif failure.severity == "disable":
             self.disable(str(failure))
 
-    def _ranks(self, request: Request) -> Alone:
+    def _excuse(self, reason: str, what: str = "") -> None:
+        """Tells the other ranks, who may miss now, that this one does not."""
+        if self.agreement is not None:
+            self.agreement.excuse(f"call {self._calls}{what}/before", Ballot("", reason, "skip", "", "in step"))
+
+    def _ranks(self, request: Request, what: str = "") -> Alone:
         """Those who capture with this one."""
         if self.agreement is None:
             return Alone()
         digest = key_digest(request.key, self.device)
         holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
         forwards = self.warmup_iters + self.captures_run
-        return Together(self.agreement, f"call {self._calls}", digest, holds, forwards)
+        return Together(self.agreement, f"call {self._calls}{what}", digest, holds, forwards)
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1
@@ -365,6 +384,7 @@ class GraphedForward(GraphStore):
             self._calls += 1
             request = self.disabled_reason or self._request(kwargs, options, ahead=True)
         if isinstance(request, str):
+            self._excuse(request, ", rehearsal")
             self._stats.miss(f"not prepared: {request}")
             return False
         with self.pool.lock:
@@ -376,11 +396,14 @@ class GraphedForward(GraphStore):
             if found is None:
                 attributes = AttributeSnapshot(self._watched().modules)
                 try:
-                    rehearse(self, request, self._watched())
+                    rehearse(self, request, self._watched(), self._ranks(request, ", rehearsal"))
+                except Failure as failure:
+                    self._settle(failure, request)
                 except BaseException as error:
-                    self._ranks(request).excuse(error)
+                    self._excuse(f"its forward raised {type(error).__name__}: {error}")
                     raise
-                self._capture(request)
+                else:
+                    self._capture(request)
                 if self.disabled_reason is not None:
                     attributes.restore()  # what the rehearsal counted or stored in Python
             if options.pin:

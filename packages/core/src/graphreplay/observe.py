@@ -55,7 +55,7 @@ class Observer(OpMode):
         device: where the forward computes.
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
-        together: the ranks have agreed to run the forward's collectives.
+        ranks: those that run the forward's collectives together with this one; None: it may have none.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
@@ -65,10 +65,10 @@ class Observer(OpMode):
     """
 
     def __init__(
-        self, device: torch.device, static: Iterable[int], snapshot: Snapshot, *, together: bool = False
+        self, device: torch.device, static: Iterable[int], snapshot: Snapshot, *, ranks: list[int] | None = None
     ) -> None:
         super().__init__()
-        self._together = together
+        self._ranks = ranks
         self._device = device
         self.outside: dict[int, Tensor] = {}
         self.written: set[int] = set()
@@ -118,8 +118,8 @@ class Observer(OpMode):
                 if storage not in self._static:
                     self._snapshot.add(tensor)
                     self.repeatable = False
-        if op.namespace in COLLECTIVES and not self._together and torch.distributed.get_world_size() > 1:
-            raise CaptureError("the forward runs collectives; pass their group, so that its ranks capture together")
+        if op.namespace in COLLECTIVES and torch.distributed.get_world_size() > 1:
+            self._check_group(args)
         if op.namespace != "aten":
             self.repeatable = False  # operators of others may do anything
         for generator in kwargs.values():
@@ -127,11 +127,27 @@ class Observer(OpMode):
                 self._snapshot.add_generator(generator)
                 self.repeatable = False
         result = op(*args, **kwargs)
+        if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
+            raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
         for tensor in _with_storage(tensor_args((result,), {})):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._static and storage not in self.outside:
                 self._note_inside(tensor)
         return result
+
+    def _check_group(self, args: tuple[Any, ...]) -> None:
+        """Refuses collectives of ranks that do not capture together."""
+        if self._ranks is None:
+            raise CaptureError("the forward runs collectives; pass their group, so that its ranks capture together")
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+                group = torch.distributed.ProcessGroup.unbox(arg)
+                ranks = torch.distributed.get_process_group_ranks(group)
+                if not set(ranks) <= set(self._ranks):
+                    raise CaptureError(
+                        f"the forward runs collectives on the ranks {ranks}, and the group of its wrapper has "
+                        f"{self._ranks}; pass a group of all ranks that it runs on"
+                    )
 
     def _note_inside(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

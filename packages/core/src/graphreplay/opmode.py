@@ -22,6 +22,25 @@ from graphreplay.errors import CaptureError
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of the operators of torch.distributed."""
 
+_INTO_FIRST = frozenset(
+    {
+        "allgather_",
+        "_allgather_base_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+        "gather_",
+        "scatter_",
+        "reduce_scatter_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_",
+        "alltoall_",
+        "alltoall_base_",
+    }
+)
+"""Collectives that write their first argument alone; others write, or may write, all of them."""
+
+_ONLY_READ = frozenset({"send", "barrier", "monitored_barrier_"})
+
 _LIBRARIES = frozenset({"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "contextlib"})
 """Modules whose frames are no place in a user's forward."""
 
@@ -107,8 +126,9 @@ def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         named[argument.name] = value
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    if op.namespace == "c10d":  # whose schemas say nothing, and whose inputs are outputs as often as not
-        yield from tensor_args(args, kwargs)
+    if op.namespace == "c10d":  # whose schemas say nothing
+        name = op._schema.name.removeprefix("c10d::")
+        yield from tensor_args(args[:1] if name in _INTO_FIRST else () if name in _ONLY_READ else args, {})
     if named.get("training") or named.get("train") or named.get("use_input_stats"):
         yield from (t for t in (named.get("running_mean"), named.get("running_var")) if isinstance(t, Tensor))
 

@@ -21,16 +21,21 @@ class GraphPool:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.device: torch.device | None = None
+        self.ranks: list[int] | None = None
         self.backend: Any = None
         """What the backend keeps here: its pool handle, its capture stream, who ran last."""
 
-    def bind(self, device: torch.device) -> None:
-        """Ties the pool to a device.
+    def bind(self, device: torch.device, ranks: list[int] | None = None) -> None:
+        """Ties the pool to a device, and to the ranks of a group.
 
         Raises:
-            ConfigurationError: it is tied to another one already.
+            ConfigurationError: it is tied to others already. Wrappers of one pool take turns; on two groups, those of
+                two ranks could wait for each other's turn for ever.
         """
         with self.lock:
             if self.device not in (None, device):
                 raise ConfigurationError(f"this pool belongs to {self.device}; make another one for {device}")
+            if ranks is not None and self.ranks not in (None, ranks):
+                raise ConfigurationError(f"this pool belongs to the ranks {self.ranks}; make another one for {ranks}")
             self.device = device
+            self.ranks = ranks if self.ranks is None else self.ranks

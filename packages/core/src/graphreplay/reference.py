@@ -29,15 +29,27 @@ class _Call:
     fresh: list[tuple[int, torch.UntypedStorage]]
     """Results that alias no argument: their position among the result's tensors, and the recorded storage."""
 
-    def run(self) -> None:
+    def run(self, works: list[Any]) -> None:
+        """Runs it again, and adds what is still going on to ``works``: sends and receives wait for each other."""
+        if self.op.namespace != "c10d":
+            finish(works)
         result = self.op(*self.args, **self.kwargs)
         if self.op.namespace == "c10d":
-            work = result[-1] if isinstance(result, tuple) else result
-            torch.distributed.Work.unbox(work).wait()
+            works.append(result[-1] if isinstance(result, tuple) else result)
+        if self.op.namespace == "_c10d_functional":
+            for tensor in tensor_args((result,), {}):
+                torch.ops._c10d_functional.wait_tensor(tensor)
         if self.fresh:
             tensors = tensor_args((result,), {})
             for position, storage in self.fresh:
                 storage.copy_(tensors[position].untyped_storage(), non_blocking=False)
+
+
+def finish(works: list[Any]) -> None:
+    """Waits for collectives under way."""
+    for work in works:
+        torch.distributed.Work.unbox(work).wait()
+    works.clear()
 
 
 class RecordedGraph:
@@ -61,8 +73,10 @@ class RecordedGraph:
         """Runs the recorded operators again."""
         # Whatever autocast did at capture is among the recorded operators; it must not act twice.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            works: list[Any] = []
             for call in self.calls:
-                call.run()
+                call.run(works)
+            finish(works)
 
     def reset(self) -> None:
         self.calls.clear()

@@ -25,7 +25,7 @@ MAX_REFUSED = 1024
 """Keys that are remembered as not graphable; the oldest goes first."""
 
 
-def _free(entry: Entry) -> None:
+def free(entry: Entry) -> None:
     """Frees an evicted graph. Whoever evicts it has a call in hand that is right, or more graphs to free."""
     try:
         entry.free()
@@ -42,6 +42,9 @@ class GraphStore(BackendHooks):
     agreement: Agreement | None
     """With the other ranks of its group, if it has any."""
 
+    ranks: list[int] | None
+    """All ranks of its group; None without a group."""
+
     warmup_iters: int
     _capture_context: Callable[[], AbstractContextManager[Any]]
     _flatten: Callable[[Any], tuple[Signature, list[Tensor]]]
@@ -49,7 +52,7 @@ class GraphStore(BackendHooks):
 
     def _open_store(self, max_entries: int, max_bytes: int | None) -> None:
         self._watch: ModuleWatch | None = None
-        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, _free)
+        self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, free)
         self._refused: OrderedDict[Hashable, str] = OrderedDict()
         self._churn = ChurnGuard()
         self._last: Key | None = None

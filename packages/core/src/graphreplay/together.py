@@ -13,6 +13,9 @@ from graphreplay.errors import CaptureError, RankDisagreementError
 from graphreplay.opmode import COLLECTIVES, OpMode
 from graphreplay.stats import logger
 
+WAITS_IN_VAIN = 3
+"""So often in a row a rank waits for others that do not come, before it gives captures up: it calls out of turn."""
+
 
 class Failure(CaptureError):
     """Why a capture is not kept, and how far that reaches.
@@ -28,9 +31,6 @@ class Failure(CaptureError):
 
 class Alone:
     """A capture that concerns this rank alone."""
-
-    def excuse(self, error: BaseException) -> None:
-        """The forward raised, to the caller, before any capture."""
 
     def begin(self) -> None:
         """The inputs are ready; the forwards of warm-up and capture come next.
@@ -73,12 +73,12 @@ class Together(Alone):
         self._phase = ""
         self._count = _CollectiveCount()
 
-    def excuse(self, error: BaseException) -> None:
-        reason = f"its forward raised {type(error).__name__}: {error}"
-        self._agreement.excuse(f"{self._place}/before", Ballot(self._digest, reason, "skip", self._holds, "in step"))
-
     def begin(self) -> None:
-        verdict = self._meet("before", None)
+        try:
+            verdict = self._meet("before", None)
+        except RankDisagreementError as error:  # no collective of this capture has run yet
+            self._settled = Failure("disable", str(error))
+            raise self._settled from error
         self._met = True
         if not verdict.go:
             self._settled = self._judged(verdict)
@@ -109,7 +109,12 @@ class Together(Alone):
     def agree(self, failure: Failure | None) -> Failure | None:
         if self._settled is not None:
             return self._settled  # the ranks have met over it already
-        verdict = self._meet("after" if self._met else "before", failure)
+        try:
+            verdict = self._meet("after" if self._met else "before", failure)
+        except RankDisagreementError as error:
+            if self._count.issued:
+                raise
+            return Failure("disable", str(error))  # in step, as far as this rank can tell
         if verdict.go:
             return None
         if self._met and not verdict.in_step:
@@ -135,6 +140,10 @@ class Together(Alone):
         why = verdict.why(self._agreement.rank)
         if verdict.gone:
             return Failure("disable", why)
+        if verdict.missing and self._agreement.waits_in_vain >= WAITS_IN_VAIN:
+            return Failure(
+                "disable", f"this rank was alone {WAITS_IN_VAIN} times in a row, now at {self._place}: {why}"
+            )
         if verdict.missing:
             self._agreement.alone(f"waited for the others at {self._place} and found: {why}")
             return Failure("refuse", f"this rank captures alone: {why}; it may have evicted what the others replay")
