@@ -158,7 +158,5 @@ class _CollectiveCount(OpMode):
         self.issued = 0
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = op(*args, **kwargs)
-        if op.namespace in COLLECTIVES:
-            self.issued += 1
-        return result
+        self.issued += op.namespace in COLLECTIVES  # before, since one that fails may have reached the others
+        return op(*args, **kwargs)
