@@ -18,9 +18,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from torch import distributed as dist
+from torch import nn
+
 from graphreplay_harness.case_faults import combinations
 from graphreplay_harness.case_model import Alone, Case, Expected, Fault, Outcome, Place, Shape, Together
 from graphreplay_harness.case_runner import Report, Supervisor
+from graphreplay_harness.parallel import Block
 
 A: Shape = (1, 6, 8)
 B: Shape = (1, 4, 8)
@@ -36,6 +40,10 @@ BEHIND_THE_MEETING = (
     Place.CONTEXT_EXIT,
 )  # fmt: skip
 """Where the ranks have agreed to capture."""
+
+
+ON_ULYSSES = (Fault.RAISE, Fault.CAPACITY)
+"""Faults that the sequence-parallel block sees as well."""
 
 
 def outcomes(fault: Fault, place: Place, ranks: tuple[int, ...], world: int) -> tuple[Expected, ...]:
@@ -82,7 +90,16 @@ def matrix(world: int) -> tuple[list[Case], list[tuple[str, str]]]:
             left_out.append((name, reason))
         else:
             cases.append(_case(name, world, fault, place, ranks))
+    # The same on a forward that people run; between its collectives there is no module to strike in.
+    for case in tuple(cases):
+        if case.fault is Fault.NONE or (case.fault in ON_ULYSSES and case.place is not Place.BETWEEN):
+            cases.append(replace(case, name=f"ulysses:{case.name}", module=ulysses, between=""))
     return cases, left_out
+
+
+def ulysses(group: dist.ProcessGroup) -> nn.Module:
+    """A transformer block over a sequence that the ranks share."""
+    return Block(8, 4, 16, group)
 
 
 def _case(name: str, world: int, fault: Fault, place: Place, ranks: tuple[int, ...]) -> Case:
