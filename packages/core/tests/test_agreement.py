@@ -241,6 +241,23 @@ def test_what_is_told_on_the_way_out_never_raises(caplog):
     assert all("connection refused" in message for message in caplog.messages)
 
 
+def test_an_excuse_that_goes_while_it_is_read_holds_nobody_up(store):
+    """The rank that left it goes on to its next call, and takes the old one back."""
+
+    class Going(dist.PrefixStore):
+        def check(self, keys):
+            found = super().check(keys)
+            if len(keys) > 1 and found:
+                peers[1].excuse("call 5/before", Ballot("d", "later", "skip"))  # deletes that of call 4
+            return found
+
+    peers = [Agreement(Going("", store), [0, 1], 0, 0.05), Agreement(store, [0, 1], 1, 0.05)]
+    peers[1]._store = dist.PrefixStore("", store)
+    peers[1].excuse("call 4/before", Ballot("d", "first", "skip"))
+    verdict = peers[0].meet("call 4/before", Ballot("d"))
+    assert (verdict.go, list(verdict.missing)) == (False, [1])
+
+
 def test_an_excuse_stops_the_others_at_once(store):
     peers = agreements(store, 2, deadline=60.0)
     peers[1].excuse("call 4/before", Ballot("d", "its forward raised KeyError: 'x'", "skip"))

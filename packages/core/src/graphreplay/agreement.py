@@ -22,6 +22,9 @@ from graphreplay.stats import logger
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01
 """Seconds between two looks at the store; each is half as long again as the one before."""
 
+NOTHING = "\x00"
+"""What compare_set answers, given it as the expected value, where there is no such key; nobody writes it."""
+
 SEVERITIES = ("", "skip", "refuse", "disable")
 """What a failure ends: nothing, this capture, captures of this key, captures of this wrapper. The worst one counts."""
 
@@ -136,7 +139,7 @@ class Agreement:
         except RuntimeError as error:
             raise RankDisagreementError(f"rank {self.rank} cannot reach the store, at {place}: {error}") from error
         except BaseException:  # an interrupt: this rank's ballot is there, and it does not come after all
-            proposal = {"came": [], "missing": {self.rank: "was interrupted"}, "gone": False}
+            proposal = {"came": {}, "missing": {self.rank: "was interrupted"}, "gone": False}
             self._store.compare_set(f"{place}/verdict", "", json.dumps(proposal))
             raise
         self.waits_in_vain = self.waits_in_vain + 1 if verdict.missing else 0
@@ -152,13 +155,14 @@ class Agreement:
                 break
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
+        texts = {rank: self._read(key) for rank, key in keys.items()}
         proposal = {
-            "came": [rank for rank in self.ranks if self._has(keys[rank])],
-            "missing": {rank: self._last_seen(rank) for rank in self.ranks if not self._has(keys[rank])},
+            "came": {rank: text for rank, text in texts.items() if text is not None},
+            "missing": {rank: self._last_seen(rank) for rank, text in texts.items() if text is None},
             "gone": any(self._has(f"left/{rank}") for rank in self.ranks),
         }
         verdict = json.loads(self._store.compare_set(decided, "", json.dumps(proposal)))
-        ballots = {rank: Ballot(**json.loads(self._store.get(keys[rank]))) for rank in verdict["came"]}
+        ballots = {int(rank): Ballot(**json.loads(text)) for rank, text in verdict["came"].items()}
         if not verdict["missing"]:
             self._forget([*keys.values(), decided])
         self._hear()
@@ -192,20 +196,26 @@ class Agreement:
 
     def _hear(self) -> None:
         for rank in self.ranks:
-            if rank != self.rank and self._has(f"alone/{rank}"):
-                text = self._store.get(f"alone/{rank}").decode()
-                if self._heard.get(rank) != text:  # it stays there for the others
-                    self._heard[rank] = text
-                    logger.warning("rank %d: %s", rank, text)
+            text = None if rank == self.rank else self._read(f"alone/{rank}")
+            if text is not None and self._heard.get(rank) != text:  # it stays there for the others
+                self._heard[rank] = text
+                logger.warning("rank %d: %s", rank, text)
 
     def _has(self, *keys: str) -> bool:
         return bool(self._store.check(list(keys)))
 
+    def _read(self, key: str) -> str | None:
+        """What stands at a key, or None. The store's own ``get`` waits for keys that are not there, and one that was
+        there a moment ago may have been deleted."""
+        text = str(self._store.compare_set(key, NOTHING, NOTHING).decode())
+        return None if text == NOTHING else text
+
     def _last_seen(self, rank: int) -> str:
-        for what, text in (("left", "left: {}"), ("at", f"did not come within {self.deadline:g} s, seen last at {{}}")):
-            if self._has(f"{what}/{rank}"):
-                return text.format(self._store.get(f"{what}/{rank}").decode())
-        return f"did not come within {self.deadline:g} s"
+        left = self._read(f"left/{rank}")
+        if left is not None:
+            return f"left: {left}"
+        at = self._read(f"at/{rank}")
+        return f"did not come within {self.deadline:g} s" + ("" if at is None else f", seen last at {at}")
 
     def _forget(self, keys: list[str]) -> None:
         """Has the first rank delete the meeting before: whoever came to this one has read that one's verdict."""

@@ -54,6 +54,7 @@ class Entry:
         self._inputs = inputs
         self._staging = CopyPlan(inputs)
         self._launch = graph.staging(self._staging.pick_dense(inputs))
+        self._complex = any(tensor.is_complex() for tensor in inputs)
         self._written = written
         self._write_back = CopyPlan([inputs[position] for position in written])
         # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
@@ -76,7 +77,8 @@ class Entry:
         """Stages the inputs and replays; on a device this returns while the work goes on."""
         self._staging.copy_rest(self._inputs, leaves)
         dense = self._staging.pick_dense(leaves)
-        if any(map(Tensor.is_neg, dense)) or any(map(Tensor.is_conj, dense)):  # their bytes are not their values
+        if any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense))):
+            # Their bytes are not their values.
             dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
         self._launch(dense)
 

@@ -57,7 +57,7 @@ class GraphedForward(GraphStore):
         max_bytes: bytes to keep, as ``stats()`` counts them, or None for no such bound: static inputs, and what each
             capture added to the pool. What an evicted graph leaves in its pool serves later captures, and goes back to
             the device with the pool's last graph.
-        warmup_iters: forwards before a capture, at least 1; the last one runs under the host-sync probe.
+        warmup_iters: forwards before a capture, at least 1; the first one runs under the host-sync probe.
         group: the process group whose collectives the forward runs. Its ranks build the wrapper alike and call it in
             the same order; they capture a shape together or not at all, over the store of torch.distributed.
         deadline: seconds that the ranks of a group wait for each other before and after a capture.
@@ -65,7 +65,7 @@ class GraphedForward(GraphStore):
         enabled: False makes every call a plain forward.
         capture_context: makes a context manager that surrounds warm-up and capture, to put the module into a state
             that can be captured. It is left before the first replay, and not entered for the call's own eager forward.
-        pool: a GraphPool to share graph memory with other wrappers on the device.
+        pool: a GraphPool to share graph memory with other wrappers on the device, and of no other group.
         nvtx: mark captures and replays as ranges for a profiler.
 
     Raises:
@@ -144,6 +144,7 @@ class GraphedForward(GraphStore):
         Raises:
             PositionalArgumentError: a positional argument was given.
             UnsupportedLeafError: ``variant`` has no stable value.
+            RankDisagreementError: the ranks of ``group`` are out of step, or one of them is gone.
             ClosedError, ForkedError: the wrapper cannot be used any more, or not in this process.
             Exception: whatever the forward itself raises.
         """
@@ -299,7 +300,11 @@ class GraphedForward(GraphStore):
 
     def _capture(self, request: Request) -> None:
         """Adds a graph for the request. Never raises for a fault of the forward or the device: a request that cannot
-        be keyed or copied is refused, and any other failure disables the wrapper."""
+        be keyed or copied is refused, and any other failure disables the wrapper, on all ranks alike.
+
+        Raises:
+            RankDisagreementError: the ranks are out of step.
+        """
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
         ranks, entry, failure = self._ranks(request), None, None
         try:

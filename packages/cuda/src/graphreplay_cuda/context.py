@@ -52,7 +52,7 @@ class graph:  # a function in all but name; frames of a generator would keep an 
 
 
 def graph_pool_handle() -> PoolHandle:
-    """A name for a memory pool that several graphs share; torch takes it as well.
+    """A name for a memory pool that several graphs share; torch takes it as well while a graph is in it.
 
     Raises:
         BackendUnavailableError: there is no CUDA device.
