@@ -25,7 +25,7 @@ from graphreplay_harness.case_faults import Faults
 from graphreplay_harness.case_model import Case, Outcome
 
 START_LIMIT = timedelta(seconds=120)
-"""For all ranks of a case to be ready; on CUDA each imports PyTorch anew."""
+"""For all ranks of a case to be ready."""
 
 _BACKENDS = {"cpu": ("gloo", timedelta(seconds=3)), "cuda": ("nccl", timedelta(minutes=10))}
 """The backend by device type, and its timeout: a collective of gloo that waits in vain wakes by it, before the deadline
@@ -63,7 +63,8 @@ class Seat:
 
 
 def play(case: Case, seat: Seat, supervisor: Connection) -> None:
-    """Runs the case on this rank and ends the process: sends READY, then an Ending, and leaves when told to."""
+    """Runs the case on this rank and ends the process: sends READY, then an Ending; destroys the process group and
+    leaves when told to."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(seat.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -78,6 +79,8 @@ def play(case: Case, seat: Seat, supervisor: Connection) -> None:
             ending = Ending(Outcome.BROKEN, f"{type(error).__name__}: {error}")
         supervisor.send(ending)
         supervisor.recv()  # the others may still need what this process holds
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except (EOFError, OSError):
         pass  # the supervisor is gone
     finally:
@@ -97,7 +100,7 @@ def _process_group(seat: Seat) -> Iterator[dist.ProcessGroup]:
     backend, timeout = _BACKENDS[seat.device_type]
     dist.init_process_group(backend, store=own, rank=seat.rank, world_size=seat.world, timeout=timeout)
     assert dist.group.WORLD is not None
-    yield dist.group.WORLD  # never destroyed: that may wait for ranks that are gone
+    yield dist.group.WORLD
 
 
 def _run(case: Case, seat: Seat, group: dist.ProcessGroup, supervisor: Connection) -> Ending:

@@ -75,6 +75,8 @@ class Outcome(StrEnum):
     """It did not end within the deadline of the case."""
     BROKEN = "broken"
     """It failed before any call."""
+    LINGERS = "lingers"
+    """It ended, and its process stayed."""
     LOST = "lost"
     """Its supervisor told nothing."""
 

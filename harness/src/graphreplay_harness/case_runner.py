@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -29,6 +30,9 @@ from graphreplay_harness.case_model import Case, Outcome
 GRACE = 1.0
 """Seconds beyond the deadline until a process is killed, for it to write its stack."""
 
+EXIT_LIMIT = 10.0
+"""Seconds for a process to destroy its process group and end, once the ranks of its case have ended."""
+
 _STACK = "Timeout ("  # how faulthandler begins
 _ENOUGH = 4000
 
@@ -43,6 +47,8 @@ class Report:
     reason: str
     milliseconds: float
     """From when it was ready until it had ended."""
+    exit_milliseconds: float
+    """From when it was told to leave until its process was gone."""
     expected: list[str]
     says: str
     """What the reason was to contain."""
@@ -67,8 +73,8 @@ class Supervisor:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        # PyTorch is imported already, which a fork keeps; CUDA survives none, so that there each process starts afresh.
-        self._processes = multiprocessing.get_context("spawn" if device_type == "cuda" else "fork")
+        # PyTorch is imported already, which a fork keeps. A supervisor never touches a device, which would not survive.
+        self._processes = multiprocessing.get_context("fork")
         agents, self.rank, self.world = next(rendezvous("env://"))
         self._store = PrefixStore("graphreplay/supervisors", agents)
         self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
@@ -97,23 +103,25 @@ class Supervisor:
         )
         here, there = self._processes.Pipe()
         # Daemonic, so that it ends with this process, and started by nobody else, so that its id is ours to kill.
-        process = self._processes.Process(target=play, args=(case, seat, there), daemon=True)  # type: ignore[attr-defined]
+        process = self._processes.Process(target=play, args=(case, seat, there), daemon=True)
         process.start()
         there.close()
         try:
             ending, milliseconds = _supervise(case, process, here)
-            reports = self._exchange(case, self._report(case, ending, milliseconds, log))
-            if process.is_alive():
-                here.send(None)
-                process.join(GRACE)
+            self._exchange("ended", "", case)  # the others may need what this process holds
+            left = 0.0 if ending.outcome == Outcome.HANG else _dismiss(process, here)
         finally:
             if process.is_alive():
                 process.kill()
                 process.join()
             here.close()
-        return reports
+        mine = self._report(case, ending, milliseconds, left, log)
+        texts = self._exchange("report", json.dumps(asdict(mine)), case)
+        return [_lost(case, rank) if text is None else Report(**json.loads(text)) for rank, text in enumerate(texts)]
 
-    def _report(self, case: Case, ending: Ending, milliseconds: float, log: Path) -> Report:
+    def _report(self, case: Case, ending: Ending, milliseconds: float, left: float, log: Path) -> Report:
+        if left > 1000 * EXIT_LIMIT:
+            ending = Ending(Outcome.LINGERS, f"{ending.outcome}: {ending.reason}")
         expected = case.expected[self.rank]
         ok = expected.met(*ending)
         text = log.read_text(errors="replace") if log.exists() else ""
@@ -123,6 +131,7 @@ class Supervisor:
             self.rank,
             *ending,
             milliseconds=round(milliseconds, 1),
+            exit_milliseconds=round(left, 1),
             expected=sorted(expected.outcomes),
             says=expected.says,
             ok=ok,
@@ -130,24 +139,19 @@ class Supervisor:
             log="" if ok else text[-_ENOUGH:],
         )
 
-    def _exchange(self, case: Case, mine: Report) -> list[Report]:
-        """All ranks' reports, in the order of the ranks; nobody goes on before the last one is there."""
-        self._store.set(f"{self._count}/{self.rank}", json.dumps(asdict(mine)))
-        limit = START_LIMIT + timedelta(seconds=case.deadline + 10 * GRACE)
-        reports = []
+    def _exchange(self, what: str, text: str, case: Case) -> list[str | None]:
+        """What all ranks have to tell, in the order of the ranks; nobody goes on before the last one has."""
+        self._store.set(f"{self._count}/{what}/{self.rank}", text)
+        limit = START_LIMIT + timedelta(seconds=case.deadline + EXIT_LIMIT + 10 * GRACE)
+        texts: list[str | None] = []
         for rank in range(self.world):
-            key = f"{self._count}/{rank}"
+            key = f"{self._count}/{what}/{rank}"
             try:
                 self._store.wait([key], limit)
-                reports.append(Report(**json.loads(self._store.get(key))))
-            except (DistStoreError, DistNetworkError) as error:
-                expected = case.expected[rank]
-                reports.append(
-                    Report(
-                        case.name, rank, Outcome.LOST, str(error), 0.0, sorted(expected.outcomes), expected.says, False
-                    )
-                )
-        return reports
+                texts.append(self._store.get(key).decode())
+            except (DistStoreError, DistNetworkError):
+                texts.append(None)
+        return texts
 
     def leave(self, ok: bool) -> bool:
         """Whether all supervisors found all well."""
@@ -173,6 +177,21 @@ def _supervise(case: Case, process: Any, child: Any) -> tuple[Ending, float]:
         return Ending(Outcome.HANG, f"it did not end within {case.deadline:g} s"), 1000 * case.deadline
     ending = _receive(child, process)
     return ending, 1000 * (time.perf_counter() - start)
+
+
+def _dismiss(process: Any, child: Any) -> float:
+    """Tells a process to leave, and how many milliseconds that took."""
+    start = time.perf_counter()
+    with suppress(OSError):  # it is gone already
+        child.send(None)
+    wait([process.sentinel], EXIT_LIMIT + GRACE)
+    return 1000 * (time.perf_counter() - start)
+
+
+def _lost(case: Case, rank: int) -> Report:
+    expected = case.expected[rank]
+    why = "its supervisor told nothing"
+    return Report(case.name, rank, Outcome.LOST, why, 0.0, 0.0, sorted(expected.outcomes), expected.says, False)
 
 
 def _receive(child: Any, process: Any) -> Any:

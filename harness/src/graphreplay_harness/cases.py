@@ -80,12 +80,18 @@ def _outcomes(fault: Fault, place: Place, *, alone: bool) -> tuple[set[str], set
     return {Outcome.DISABLED}, {Outcome.DISABLED}
 
 
-def matrix(world: int) -> tuple[list[Case], list[tuple[str, str]]]:
+def matrix(world: int, device_type: str = "cpu") -> tuple[list[Case], list[tuple[str, str]]]:
     """Every fault at every place that it can be at; and the names of the other pairs, with the reason."""
     cases, left_out = [_case("none", world, Fault.NONE, Place.EAGER, ())], []
     for fault, place, ranks, reason in combinations(world):
         on = "all" if len(ranks) == world else str(ranks[0])
         name = f"{fault}:{place}:{on}"
+        if (
+            device_type != "cpu"
+            and reason is None
+            and CUT_OFF & set().union(*(e.outcomes for e in outcomes(fault, place, ranks, world)))
+        ):
+            reason = "nothing but the end of its process ends a collective on a GPU whose peer does not come"
         if reason is not None:
             left_out.append((name, reason))
         else:
@@ -197,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     world, rank = int(os.environ.get("WORLD_SIZE", "2")), int(os.environ.get("RANK", "0"))
-    cases, left_out = (selftest(world), []) if given.selftest else matrix(world)
+    cases, left_out = (selftest(world), []) if given.selftest else matrix(world, given.device)
     try:
         cases = choose(cases, given.case)
     except ValueError as error:

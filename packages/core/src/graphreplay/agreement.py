@@ -115,8 +115,8 @@ class Agreement:
         """In a row, for ranks that did not come."""
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, ranks: list[int], name: str, deadline: float) -> Agreement:
-        """The agreement of a wrapper with its group of these ranks.
+    def of_group(cls, ranks: list[int], name: str, deadline: float) -> Agreement:
+        """The agreement of a wrapper with its group of these ranks. It keeps the store alive, and not the group.
 
         Wrappers of one name on one group count from 0 in the order in which they are built, which is to be the same on
         all ranks.
@@ -223,6 +223,16 @@ class Agreement:
             for key in self._past:
                 self._store.delete_key(key)
         self._past = keys
+
+
+def abort_collectives(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Ends the group's collectives on the device; later ones raise. Backends of the CPU wake by their timeout, and NCCL
+    does not: a kernel that waits for its peer keeps the device busy, and with it whoever waits for the device."""
+    if device.type != "cpu":
+        try:
+            group._get_backend(device).abort()
+        except RuntimeError as error:
+            logger.warning("the group's collectives cannot be aborted, and may hang: %s", error)
 
 
 def ranks_of(group: dist.ProcessGroup, device: torch.device) -> list[int]:

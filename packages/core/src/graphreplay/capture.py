@@ -205,6 +205,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
                 for iteration in range(1, store.warmup_iters):
                     with _Phase(f"warm-up {iteration + 1}"), ranks.forward(f"warm-up {iteration + 1}"):
                         forward()
+            ranks.warmed_up()
             with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
                 graph, outputs = store._capture_graph(forward)
     except BaseException:

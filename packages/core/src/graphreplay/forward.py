@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graphreplay.agreement import Agreement, Ballot, ranks_of
+from graphreplay.agreement import Agreement, Ballot, abort_collectives, ranks_of
 from graphreplay.ambient import ambient_state, eager_only
 from graphreplay.arguments import check_arguments, check_deadline, parse_device
 from graphreplay.attributes import AttributeSnapshot
@@ -111,7 +111,7 @@ class GraphedForward(GraphStore):
         self._open_store(max_entries, max_bytes)
         self.agreement = None
         if group is not None and self.ranks is not None and len(self.ranks) > 1:
-            self.agreement = Agreement.of_group(group, self.ranks, self.name, deadline)
+            self.agreement = Agreement.of_group(self.ranks, self.name, deadline)
             weakref.finalize(self, self.agreement.leave, "its wrapper was dropped").atexit = False
             if self.disabled_reason is not None:
                 self.agreement.leave(self.disabled_reason)
@@ -314,10 +314,14 @@ class GraphedForward(GraphStore):
             failure = error
         except UnsupportedLeafError as error:
             failure = Failure("refuse", str(error))
+        except RankDisagreementError as error:
+            self.disable(str(error))
+            raise
         except Exception as error:
             failure = Failure("disable", describe(error))
         except BaseException:
             if self.agreement is not None:  # the others must not wait for this rank, which is out of step
+                self._abort()
                 self.disable("interrupted in a capture")
             raise
         if entry is not None and (self._closed or self.disabled_reason is not None):
@@ -353,8 +357,15 @@ class GraphedForward(GraphStore):
             return Alone()
         digest = key_digest(request.key, self.device)
         holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
-        forwards = self.warmup_iters + self.captures_run
-        return Together(self.agreement, f"call {self._calls}{what}", digest, holds, forwards)
+        place = f"call {self._calls}{what}"
+        return Together(
+            self.agreement, place, digest, holds, self.warmup_iters, captures_run=self.captures_run, abort=self._abort
+        )
+
+    def _abort(self) -> None:
+        """Ends the collectives of a group that is out of step, for nobody to wait for them."""
+        if self.group is not None:
+            abort_collectives(self.group, self.device)
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1

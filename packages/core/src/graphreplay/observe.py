@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphreplay.errors import CaptureError
-from graphreplay.opmode import COLLECTIVES, OpMode, tensor_args, uncompiled, written_args
+from graphreplay.opmode import COLLECTIVES, OpMode, process_groups, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
 
 _SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is noticed
@@ -139,15 +139,13 @@ class Observer(OpMode):
         """Refuses collectives of ranks that do not capture together."""
         if self._ranks is None:
             raise CaptureError("the forward runs collectives; pass their group, so that its ranks capture together")
-        for arg in args:
-            if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-                group = torch.distributed.ProcessGroup.unbox(arg)
-                ranks = torch.distributed.get_process_group_ranks(group)
-                if not set(ranks) <= set(self._ranks):
-                    raise CaptureError(
-                        f"the forward runs collectives on the ranks {ranks}, and the group of its wrapper has "
-                        f"{self._ranks}; pass a group of all ranks that it runs on"
-                    )
+        for group in process_groups(args):
+            ranks = torch.distributed.get_process_group_ranks(group)
+            if not set(ranks) <= set(self._ranks):
+                raise CaptureError(
+                    f"the forward runs collectives on the ranks {ranks}, and the group of its wrapper has "
+                    f"{self._ranks}; pass a group of all ranks that it runs on"
+                )
 
     def _note_inside(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

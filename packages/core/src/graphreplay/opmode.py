@@ -159,3 +159,9 @@ def _is_library(frame: FrameType) -> bool:
 
 def _place(frame: FrameType, line: int) -> str:
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+
+
+def process_groups(args: tuple[Any, ...]) -> list[torch.distributed.ProcessGroup]:
+    """The process groups among an operator's arguments, where they come as script objects."""
+    boxed = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+    return [torch.distributed.ProcessGroup.unbox(arg) for arg in boxed]

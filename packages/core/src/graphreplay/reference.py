@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal
-from graphreplay.opmode import tensor_args, uncompiled
+from graphreplay.opmode import process_groups, tensor_args, uncompiled
 from graphreplay.storage import CopyPlan
 
 
@@ -58,6 +58,9 @@ class RecordedGraph:
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        self.groups: set[Any] = set()
+        """The process groups of its collectives. A group that goes waits for its threads, which may wait for Python:
+        the last one to let go of it must be such an object, which releases the interpreter, and no recorded call."""
         self.nbytes = 0
 
     def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
@@ -80,6 +83,7 @@ class RecordedGraph:
 
     def reset(self) -> None:
         self.calls.clear()
+        self.groups.clear()
 
 
 class _Recorder(SyncRefusal):
@@ -110,6 +114,7 @@ class _Recorder(SyncRefusal):
                 self._made.add(storage._cdata)
                 fresh.append((position, storage))
                 self._graph.nbytes += storage.nbytes()
+        self._graph.groups.update(process_groups(args))
         self._graph.calls.append(_Call(op, recorded_args, recorded_kwargs, fresh))
         return result
 

@@ -17,6 +17,9 @@ WAITS_IN_VAIN = 3
 """So often in a row a rank waits for others that do not come, before it gives captures up: it calls out of turn."""
 
 
+_SEEN = {"before": "before its warm-up", "warmed-up": "before its capture", "after": "after its capture"}
+
+
 class Failure(CaptureError):
     """Why a capture is not kept, and how far that reaches.
 
@@ -47,26 +50,54 @@ class Alone:
     def settle(self, run: Callable[[], object]) -> None:
         """After a failure: runs the forwards that the other ranks expect, as far as collectives can be made up for."""
 
+    def warmed_up(self) -> None:
+        """All warm-ups are issued; the capture comes next.
+
+        Raises:
+            Failure: one on another rank failed.
+            RankDisagreementError: the ranks are out of step.
+        """
+
     def agree(self, failure: Failure | None) -> Failure | None:
         """What all ranks make of how their captures went; None: every one keeps its own."""
         return failure
 
 
 class Together(Alone):
-    """A capture for which the ranks meet before their first forward and after their last one.
+    """A capture for which the ranks meet before their first forward, between warm-up and capture, and at the end.
+
+    The second meeting is there because a capture waits for the device (it loads kernels, it allocates), which waits for
+    collectives of the warm-up, which wait for every rank to issue them.
 
     Args:
         place: of the call; the same on all ranks.
         digest: of what is captured.
         holds: what graphs this rank keeps, in words.
-        forwards: how many will run collectives for real.
+        warm_ups: how many there will be.
+        captures_run: whether the capture runs collectives for real, as a warm-up does.
+        abort: ends this rank's collectives under way, which may never end by themselves.
     """
 
-    def __init__(self, agreement: Agreement, place: str, digest: str, holds: str, forwards: int) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        place: str,
+        digest: str,
+        holds: str,
+        warm_ups: int,
+        *,
+        captures_run: bool,
+        abort: Callable[[], None],
+    ) -> None:
         self._agreement = agreement
-        self._place, self._digest, self._holds, self._forwards = place, digest, holds, forwards
-        self._met = False
+        self._abort = abort
+        self._place, self._digest, self._holds = place, digest, holds
+        self._captures_run = captures_run
+        self._next = "before"
+        """Which meeting comes next: before, warmed-up or after."""
         self._settled: Failure | None = None
+        self._forwards = warm_ups
+        """How many the ranks run until the next meeting."""
         self._done = 0
         self._per_forward: int | None = None
         """Collectives of one forward, once one is through."""
@@ -74,15 +105,18 @@ class Together(Alone):
         self._count = _CollectiveCount()
 
     def begin(self) -> None:
-        try:
-            verdict = self._meet("before", None)
-        except RankDisagreementError as error:  # no collective of this capture has run yet
-            self._settled = Failure("disable", str(error))
-            raise self._settled from error
-        self._met = True
-        if not verdict.go:
-            self._settled = self._judged(verdict)
-            raise self._settled
+        self._meet_and_go_on()
+        self._next = "warmed-up"
+
+    def warmed_up(self) -> None:
+        self._meet_and_go_on()
+        self._next, self._forwards = "after", self._forwards + self._captures_run
+
+    def _meet_and_go_on(self) -> None:
+        failure = self.agree(None)
+        if failure is not None:
+            self._settled = failure
+            raise failure
 
     @contextmanager
     def forward(self, phase: str) -> Iterator[None]:
@@ -100,7 +134,7 @@ class Together(Alone):
         if self._count.issued and self._count.issued == self._per_forward:
             self._forward_is_through()  # it failed behind its last collective
         # A forward that has issued some of its collectives cannot issue the rest: running it again would repeat them.
-        if self._met and self._settled is None and not self._count.issued:
+        if self._next != "before" and self._settled is None and not self._count.issued:
             while self._done < self._forwards:
                 with suppress(Exception):  # what fails here has failed before
                     run()
@@ -110,22 +144,26 @@ class Together(Alone):
         if self._settled is not None:
             return self._settled  # the ranks have met over it already
         try:
-            verdict = self._meet("after" if self._met else "before", failure)
+            verdict = self._meet(failure)
         except RankDisagreementError as error:
             if self._count.issued:
+                self._abort()
                 raise
             return Failure("disable", str(error))  # in step, as far as this rank can tell
         if verdict.go:
             return None
-        if self._met and not verdict.in_step:
+        if self._next != "before" and not verdict.in_step:
+            self._abort()  # or whatever waits for the device waits for a collective that never ends
             raise RankDisagreementError(
                 f"{self._place}: the ranks of {self._agreement.ranks} are out of step and cannot be brought back: "
-                f"{verdict.why(self._agreement.rank)}. Their collectives may hang or mix; start the processes anew"
+                f"{verdict.why(self._agreement.rank)}. Their group is of no more use, and aborted on a GPU; start the "
+                "processes anew"
             )
         return self._judged(verdict)
 
-    def _meet(self, when: str, failure: Failure | None) -> Verdict:
-        self._agreement.at(f"{self._place}, {when} its capture")
+    def _meet(self, failure: Failure | None) -> Verdict:
+        when = self._next
+        self._agreement.at(f"{self._place}, {_SEEN[when]}")
         reason, severity = (None, "") if failure is None else (str(failure), failure.severity)
         progress = f"{self._phase}, collective {self._count.issued}" if self._count.issued else "in step"
         ballot = Ballot(self._digest, reason, severity, self._holds, progress)
