@@ -27,8 +27,7 @@ def launch(*arguments):
     return reports, ended - max(report["ended_at"] for report in reports)
 
 
-# A group of gloo that is alive when the interpreter ends brings the process down, with graphs or without.
-@pytest.mark.parametrize("ending", ["close", "destroy"])
+@pytest.mark.parametrize("ending", soak.ENDINGS["cpu"])
 def test_all_is_right_and_the_processes_go(ending):
     reports, lingering = launch("--calls", "60", "--shapes", "5", "--entries", "2", "--ending", ending)
     assert lingering < 10
@@ -50,7 +49,9 @@ def test_lengths_are_the_same_on_all_ranks_and_all_occur():
     assert set(soak.shapes(200, 5)) == set(range(soak.SHORTEST, soak.SHORTEST + 5))
 
 
-@pytest.mark.parametrize("arguments", [["--calls", "0"], ["--device", "tpu"], ["--ending", "never"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--calls", "0"], ["--device", "tpu"], ["--ending", "never"], ["--ending", "exit"], []]
+)
 def test_bad_options_are_refused(arguments, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as caught:

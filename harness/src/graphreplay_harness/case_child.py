@@ -148,6 +148,7 @@ def _call(
         graphed.close()
     except Exception as raised:
         error = error or raised
+        graphed.close()  # graphs have to go before their group
     if error is not None:
         traceback.print_exception(error)
     return _ending(wrong, error, graphed.stats(), was_on)

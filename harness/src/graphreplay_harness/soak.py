@@ -37,7 +37,9 @@ STAY = 0.7
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-5}
 """The largest difference to be taken for rounding. On a GPU a library may choose other kernels in a capture."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-ENDINGS = ("close", "destroy", "exit")
+ENDINGS = {"cpu": ("close", "destroy"), "cuda": ("close", "exit")}
+"""By device type. NCCL waits for graphs before it lets a group be destroyed; a group of gloo that is left to the end of
+the interpreter brings the process down, with graphs or without."""
 
 
 def shapes(calls: int, kinds: int) -> list[int]:
@@ -105,11 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--entries", type=whole(1), default=4, help="how many graphs are kept (default: 4)")
     parser.add_argument(
         "--ending",
-        choices=ENDINGS,
-        default=ENDINGS[0],
-        help="close: close the wrapper, destroy the group, exit (default); destroy: leave the first out; exit: both",
+        choices=("close", "destroy", "exit"),
+        default="close",
+        help="close: close the wrapper, destroy the group, exit (default); destroy (CPU): leave the first out; exit "
+        "(CUDA): leave both out",
     )
     given = parser.parse_args(argv)
+    if given.ending not in ENDINGS[given.device]:
+        parser.error(f"--ending {given.ending} does not end on {given.device}: a group must not outlive its graphs")
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, or torch.distributed.run")
     device = own_device(given.device)

@@ -227,6 +227,20 @@ print(graphed.captures, *graphed.stats()["eager_reasons"])
         ]
         * 2,
     ),
+    "aborted": (
+        """
+from graphreplay.agreement import health_of
+first, second = wrap(group=dist.group.WORLD), wrap(group=dist.group.WORLD)
+with torch.no_grad():
+    print([wrapper(x=torch.ones(1)).item() for wrapper in (first, second, first, second)], second.stats()["replays"])
+    health_of(dist.group.WORLD).aborted = "rank 7: died"  # what a rank out of step leaves behind
+    print(second(x=torch.ones(1)).item(), second.stats()["replays"], second.stats()["graphs"], second.disabled_reason)
+    other = dist.new_group([0, 1])
+    third = wrap(group=other)
+    print([third(x=torch.ones(1)).item() for _ in range(2)], third.stats()["replays"])
+""",
+        ["[5.0, 5.0, 5.0, 5.0] 1\n5.0 1 0 the collectives of its group were aborted: rank 7: died\n[5.0, 5.0] 1"] * 2,
+    ),
     "closed": (
         """
 graphed = wrap(group=dist.group.WORLD)

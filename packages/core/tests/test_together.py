@@ -42,6 +42,7 @@ def capture(together, forward, *, captures=lambda: None, warm_ups=2):
     try:
         return together.agree(failure), reached
     except RankDisagreementError as error:
+        together.break_off(str(error))
         return error, reached
 
 
@@ -52,7 +53,9 @@ def on_two_ranks(*programs, deadline=20.0):
     def run(rank):
         agreement = Agreement(store, [0, 1], rank, deadline)
         return programs[rank](
-            Together(agreement, "call 1", "digest", "", 2, captures_run=False, abort=lambda: aborted.append(rank))
+            Together(
+                agreement, "call 1", "digest", "", 2, captures_run=False, break_off=lambda reason: aborted.append(rank)
+            )
         )
 
     with ThreadPoolExecutor(2) as pool:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as dist
@@ -27,6 +28,23 @@ NOTHING = "\x00"
 
 SEVERITIES = ("", "skip", "refuse", "disable")
 """What a failure ends: nothing, this capture, captures of this key, captures of this wrapper. The worst one counts."""
+
+
+@dataclass
+class GroupHealth:
+    """What all wrappers on one process group share."""
+
+    aborted: str | None = None
+    """Why its collectives were aborted, if they were. A graph that holds some must not be replayed any more: they would
+    end at once, and leave behind whatever was there."""
+
+
+_healths: WeakKeyDictionary[dist.ProcessGroup, GroupHealth] = WeakKeyDictionary()
+
+
+def health_of(group: dist.ProcessGroup) -> GroupHealth:
+    """The one record of a group."""
+    return _healths.setdefault(group, GroupHealth())
 
 
 @dataclass(frozen=True)
@@ -100,12 +118,16 @@ class Agreement:
         ranks: of the group, as the world counts them.
         rank: this one.
         deadline: seconds to wait for the others at a meeting.
+        health: of their group.
     """
 
     _built: ClassVar[Counter[tuple[str, str]]] = Counter()
 
-    def __init__(self, store: Any, ranks: list[int], rank: int, deadline: float) -> None:
+    def __init__(
+        self, store: Any, ranks: list[int], rank: int, deadline: float, health: GroupHealth | None = None
+    ) -> None:
         self.ranks, self.rank = ranks, rank
+        self.health = health or GroupHealth()
         self.deadline = deadline
         self._store = store
         self._past: list[str] = []
@@ -115,7 +137,7 @@ class Agreement:
         """In a row, for ranks that did not come."""
 
     @classmethod
-    def of_group(cls, ranks: list[int], name: str, deadline: float) -> Agreement:
+    def of_group(cls, group: dist.ProcessGroup, ranks: list[int], name: str, deadline: float) -> Agreement:
         """The agreement of a wrapper with its group of these ranks. It keeps the store alive, and not the group.
 
         Wrappers of one name on one group count from 0 in the order in which they are built, which is to be the same on
@@ -126,7 +148,7 @@ class Agreement:
         cls._built[members, name] += 1
         store = dist.distributed_c10d._get_default_store()
         prefix = dist.distributed_c10d.PrefixStore(f"graphreplay/{members}/{name}/{number}", store)
-        return cls(prefix, ranks, dist.get_rank(), deadline)
+        return cls(prefix, ranks, dist.get_rank(), deadline, health_of(group))
 
     def meet(self, place: str, ballot: Ballot) -> Verdict:
         """Meets the other ranks.
@@ -223,16 +245,6 @@ class Agreement:
             for key in self._past:
                 self._store.delete_key(key)
         self._past = keys
-
-
-def abort_collectives(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Ends the group's collectives on the device; later ones raise. Backends of the CPU wake by their timeout, and NCCL
-    does not: a kernel that waits for its peer keeps the device busy, and with it whoever waits for the device."""
-    if device.type != "cpu":
-        try:
-            group._get_backend(device).abort()
-        except RuntimeError as error:
-            logger.warning("the group's collectives cannot be aborted, and may hang: %s", error)
 
 
 def ranks_of(group: dist.ProcessGroup, device: torch.device) -> list[int]:

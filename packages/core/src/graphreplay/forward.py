@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from graphreplay.agreement import Agreement, Ballot, abort_collectives, ranks_of
+from graphreplay.abort import CollectiveAbort
+from graphreplay.agreement import Agreement, Ballot, ranks_of
 from graphreplay.ambient import ambient_state, eager_only
 from graphreplay.arguments import check_arguments, check_deadline, parse_device
 from graphreplay.attributes import AttributeSnapshot
@@ -111,7 +112,7 @@ class GraphedForward(GraphStore):
         self._open_store(max_entries, max_bytes)
         self.agreement = None
         if group is not None and self.ranks is not None and len(self.ranks) > 1:
-            self.agreement = Agreement.of_group(self.ranks, self.name, deadline)
+            self.agreement = Agreement.of_group(group, self.ranks, self.name, deadline)
             weakref.finalize(self, self.agreement.leave, "its wrapper was dropped").atexit = False
             if self.disabled_reason is not None:
                 self.agreement.leave(self.disabled_reason)
@@ -191,6 +192,8 @@ class GraphedForward(GraphStore):
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with body_error_wins(self._capture_context):
                 return self._eager(kwargs, "called inside another capture")
+        if self.agreement is not None and self.agreement.health.aborted is not None:
+            self.disable(f"the collectives of its group were aborted: {self.agreement.health.aborted}")
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
         self._calls += 1
@@ -321,7 +324,7 @@ class GraphedForward(GraphStore):
             failure = Failure("disable", describe(error))
         except BaseException:
             if self.agreement is not None:  # the others must not wait for this rank, which is out of step
-                self._abort()
+                ranks.break_off("this rank was interrupted in a capture")
                 self.disable("interrupted in a capture")
             raise
         if entry is not None and (self._closed or self.disabled_reason is not None):
@@ -329,15 +332,17 @@ class GraphedForward(GraphStore):
         try:
             failure = ranks.agree(failure)
         except RankDisagreementError as error:
+            if entry is not None:
+                free(entry)
+            ranks.break_off(str(error))
             self.disable(str(error))
             raise
-        finally:
-            if failure is not None and entry is not None:
-                free(entry)
         if failure is None:
             assert entry is not None
             self._keep(entry, request)
         else:
+            if entry is not None:
+                free(entry)
             self._settle(failure, request)
 
     def _settle(self, failure: Failure, request: Request) -> None:
@@ -353,19 +358,20 @@ class GraphedForward(GraphStore):
 
     def _ranks(self, request: Request, what: str = "") -> Alone:
         """Those who capture with this one."""
-        if self.agreement is None:
+        if self.agreement is None or self.group is None:
             return Alone()
         digest = key_digest(request.key, self.device)
         holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
         place = f"call {self._calls}{what}"
-        return Together(
-            self.agreement, place, digest, holds, self.warmup_iters, captures_run=self.captures_run, abort=self._abort
-        )
+        abort = CollectiveAbort(self.group, self.device, self.agreement.deadline)
 
-    def _abort(self) -> None:
-        """Ends the collectives of a group that is out of step, for nobody to wait for them."""
-        if self.group is not None:
-            abort_collectives(self.group, self.device)
+        def break_off(reason: str) -> None:
+            self._cache.clear()  # NCCL waits for the graphs that hold its collectives
+            abort(reason)
+
+        return Together(
+            self.agreement, place, digest, holds, self.warmup_iters, captures_run=self.captures_run, break_off=break_off
+        )
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1

@@ -59,8 +59,16 @@ class Alone:
         """
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """What all ranks make of how their captures went; None: every one keeps its own."""
+        """What all ranks make of how their captures went; None: every one keeps its own.
+
+        Raises:
+            RankDisagreementError: the ranks are out of step. No graph that holds their collectives may be left when
+                they are broken off.
+        """
         return failure
+
+    def break_off(self, reason: str) -> None:
+        """Ends the collectives of ranks that are out of step."""
 
 
 class Together(Alone):
@@ -75,7 +83,7 @@ class Together(Alone):
         holds: what graphs this rank keeps, in words.
         warm_ups: how many there will be.
         captures_run: whether the capture runs collectives for real, as a warm-up does.
-        abort: ends this rank's collectives under way, which may never end by themselves.
+        break_off: ends this rank's collectives under way, which may never end by themselves; given the reason.
     """
 
     def __init__(
@@ -87,10 +95,10 @@ class Together(Alone):
         warm_ups: int,
         *,
         captures_run: bool,
-        abort: Callable[[], None],
+        break_off: Callable[[str], None],
     ) -> None:
         self._agreement = agreement
-        self._abort = abort
+        self._break_off = break_off
         self._place, self._digest, self._holds = place, digest, holds
         self._captures_run = captures_run
         self._next = "before"
@@ -109,7 +117,11 @@ class Together(Alone):
         self._next = "warmed-up"
 
     def warmed_up(self) -> None:
-        self._meet_and_go_on()
+        try:
+            self._meet_and_go_on()
+        except RankDisagreementError as error:
+            self.break_off(str(error))  # or the way out of here waits for the device
+            raise
         self._next, self._forwards = "after", self._forwards + self._captures_run
 
     def _meet_and_go_on(self) -> None:
@@ -147,19 +159,20 @@ class Together(Alone):
             verdict = self._meet(failure)
         except RankDisagreementError as error:
             if self._count.issued:
-                self._abort()
                 raise
             return Failure("disable", str(error))  # in step, as far as this rank can tell
         if verdict.go:
             return None
         if self._next != "before" and not verdict.in_step:
-            self._abort()  # or whatever waits for the device waits for a collective that never ends
             raise RankDisagreementError(
                 f"{self._place}: the ranks of {self._agreement.ranks} are out of step and cannot be brought back: "
                 f"{verdict.why(self._agreement.rank)}. Their group is of no more use, and aborted on a GPU; start the "
                 "processes anew"
             )
         return self._judged(verdict)
+
+    def break_off(self, reason: str) -> None:
+        self._break_off(reason)
 
     def _meet(self, failure: Failure | None) -> Verdict:
         when = self._next
