@@ -238,8 +238,14 @@ with torch.no_grad():
     other = dist.new_group([0, 1])
     third = wrap(group=other)
     print([third(x=torch.ones(1)).item() for _ in range(2)], third.stats()["replays"])
+refusal(group=dist.group.WORLD, verify="first")
 """,
-        ["[5.0, 5.0, 5.0, 5.0] 1\n5.0 1 0 the collectives of its group were aborted: rank 7: died\n[5.0, 5.0] 1"] * 2,
+        [
+            "[5.0, 5.0, 5.0, 5.0] 1\n5.0 1 0 the collectives of its group were aborted: rank 7: died\n[5.0, 5.0] 1\n"
+            "verify='first' runs the forward once more, collectives and all, at replays that the other ranks need not "
+            "have; verify on one rank"
+        ]
+        * 2,
     ),
     "closed": (
         """

@@ -9,6 +9,9 @@ import torch
 from graphreplay.errors import ConfigurationError, UnknownDeviceError
 from graphreplay.pool import GraphPool
 
+VERIFY = ("off", "first", "always")
+"""Which replays are compared with eager: none, the first one of each graph, or all."""
+
 
 def parse_device(device: torch.device | str) -> torch.device:
     """``torch.device(device)``, or an UnknownDeviceError."""
@@ -22,6 +25,17 @@ def check_deadline(deadline: Any) -> None:
     """Raises ConfigurationError unless the deadline is a number of seconds above 0."""
     if type(deadline) not in (int, float) or not 0 < deadline < float("inf"):
         raise ConfigurationError(f"deadline must be a number of seconds above 0, not {deadline!r}")
+
+
+def check_verify(verify: Any, ranks: list[int] | None) -> None:
+    """Raises ConfigurationError unless this is a way to verify that the ranks can go."""
+    if verify not in VERIFY:
+        raise ConfigurationError(f"verify must be one of {', '.join(map(repr, VERIFY))}, not {verify!r}")
+    if verify != "off" and ranks is not None and len(ranks) > 1:
+        raise ConfigurationError(
+            f"verify={verify!r} runs the forward once more, collectives and all, at replays that the other ranks need "
+            "not have; verify on one rank"
+        )
 
 
 def check_arguments(module: Any, capture_context: Any, pool: Any, **bounds: Any) -> None:

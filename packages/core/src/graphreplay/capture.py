@@ -225,7 +225,8 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
         written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
         with _Phase("staging"):
             keep_alive = request.options.keep_alive
-            entry = Entry(graph, inputs, written, observer.repeatable, outputs, output_leaves, keep_alive)
+            changes = before.tensors, before.generators
+            entry = Entry(graph, inputs, written, changes, observer.repeatable, outputs, output_leaves, keep_alive)
     except BaseException:
         graph.reset()
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from graphreplay.storage import CopyPlan, overlap_across_storages
 from graphreplay.tree import check_rebuilt, replace_tensors
@@ -33,6 +33,7 @@ class Entry:
         graph: from the backend.
         inputs: the static inputs, in leaf order.
         written: positions of inputs that the forward writes.
+        changes: tensors and generators beside them that it may change.
         repeatable: a replay writes nothing but memory of this entry, so that one whose outputs are dropped did no harm.
         outputs: the static output tree; output_leaves are its tensors.
         keep_alive: objects that the graph reads by address.
@@ -43,6 +44,7 @@ class Entry:
         graph: Graph,
         inputs: list[Tensor],
         written: Sequence[int],
+        changes: tuple[list[Tensor], list[Generator]],
         repeatable: bool,
         outputs: Any,
         output_leaves: list[Tensor],
@@ -51,11 +53,12 @@ class Entry:
         self.graph = graph
         self.repeatable = repeatable
         self.replays = 0
+        self.written = written
+        self.changes = changes
         self._inputs = inputs
         self._staging = CopyPlan(inputs)
         self._launch = graph.staging(self._staging.pick_dense(inputs))
         self._complex = any(tensor.is_complex() for tensor in inputs)
-        self._written = written
         self._write_back = CopyPlan([inputs[position] for position in written])
         # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
         self._outputs = replace_tensors(outputs, iter(output_leaves), share_records=False)
@@ -69,7 +72,7 @@ class Entry:
         """Why these inputs cannot be staged, though the key is that of the graph, or None."""
         if self._staging.uncopyable(leaves) is not None:
             return "a kwarg that shares storage is lazily conjugated or negated, and was not at capture"
-        if self._written and overlap_across_storages(leaves):
+        if self.written and overlap_across_storages(leaves):
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
 
@@ -86,8 +89,8 @@ class Entry:
         """The outputs of the last launch, in tensors that the caller owns. Inputs that the forward writes are written
         in ``leaves`` too, as the eager forward would do."""
         self.replays += 1
-        if self._written:
-            positions = self._written
+        if self.written:
+            positions = self.written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
         outputs = self._handing_out.clone(self._output_leaves)
         return replace_tensors(self._outputs, iter(outputs), share_records=False)

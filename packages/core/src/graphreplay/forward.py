@@ -15,14 +15,14 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from graphreplay.abort import CollectiveAbort
 from graphreplay.agreement import Agreement, Ballot, ranks_of
 from graphreplay.ambient import ambient_state, eager_only
-from graphreplay.arguments import check_arguments, check_deadline, parse_device
+from graphreplay.arguments import check_arguments, check_deadline, check_verify, parse_device
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
 from graphreplay.digest import key_digest
@@ -36,6 +36,7 @@ from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.together import Alone, Failure, Together
 from graphreplay.tree import path_of
+from graphreplay.verify import EagerTwin
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
@@ -67,6 +68,10 @@ class GraphedForward(GraphStore):
         capture_context: makes a context manager that surrounds warm-up and capture, to put the module into a state
             that can be captured. It is left before the first replay, and not entered for the call's own eager forward.
         pool: a GraphPool to share graph memory with other wrappers on the device, and of no other group.
+        verify: compare the first replay of each graph, or every replay, with an eager run of the same call: bit for
+            bit on a CPU, up to the rounding of the dtype elsewhere (``graphreplay.verify.ROUNDING``), with the same
+            random numbers, and with all that the forward writes. If something differs, the call returns what eager
+            gave, and the wrapper is disabled with a reason that says what. Not for groups of several ranks.
         nvtx: mark captures and replays as ranges for a profiler.
 
     Raises:
@@ -89,6 +94,7 @@ class GraphedForward(GraphStore):
         enabled: bool = True,
         capture_context: Callable[[], AbstractContextManager[Any]] | None = None,
         pool: GraphPool | None = None,
+        verify: Literal["off", "first", "always"] = "off",
         nvtx: bool = False,
     ) -> None:
         bounds = {"max_entries": max_entries, "warmup_iters": warmup_iters}
@@ -102,10 +108,12 @@ class GraphedForward(GraphStore):
         self.warmup_iters = warmup_iters
         self.group = group
         self.ranks = None if group is None else ranks_of(group, self.device)
+        check_verify(verify, self.ranks)
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device, self.ranks)
         self._capture_context = capture_context or nullcontext
+        self._verify = verify
         self._nvtx = nvtx
         self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
         self._calls = 0  # the same on all ranks of a group, so that it names their meetings
@@ -264,6 +272,9 @@ class GraphedForward(GraphStore):
 
     def _replay(self, entry: Entry, request: Request) -> Replayed | str | None:
         """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
+        eager = None
+        if self._verify == "always" or (self._verify == "first" and not entry.replays):
+            eager = EagerTwin(self, entry, request, self._watched())
         with self._marked("replay"):
             try:
                 entry.launch(request.leaves)
@@ -278,6 +289,12 @@ class GraphedForward(GraphStore):
             if changed is not None:
                 return self._missed(request, changed)
             outputs = entry.hand_out(request.leaves)
+        if eager is not None:
+            self._stats.verified += 1
+            difference = eager.difference(outputs)
+            if difference is not None:
+                self.disable(f"a replay differs from eager: {difference}; the graph cannot be trusted")
+                return Replayed(eager.take_over())
         self._stats.replays += 1
         if entry.replays == 1:
             self._churn.replayed(request.signature)

@@ -21,11 +21,23 @@ _SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is notice
 class Snapshot:
     """The bytes of storages, and the states of generators, at one moment, to be put back later."""
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor] = (), generators: Iterable[torch.Generator] = ()) -> None:
+        self._tensors: dict[int, Tensor] = {}
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         for tensor in tensors:
             self.add(tensor)
+        for generator in generators:
+            self.add_generator(generator)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """One tensor for each storage, the first that was added."""
+        return list(self._tensors.values())
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return [generator for generator, _ in self._generators.values()]
 
     def add(self, tensor: Tensor) -> None:
         """Saves the tensor's whole storage, unless it is saved already."""
@@ -34,11 +46,19 @@ class Snapshot:
             with torch.inference_mode(False), torch.no_grad():
                 live = byte_view(tensor)
                 self._saved[storage] = (live, live.clone())
+            self._tensors[storage] = tensor
 
     def add_generator(self, generator: torch.Generator) -> None:
         """Saves the state of a generator, unless it is saved already."""
         if id(generator) not in self._generators:
             self._generators[id(generator)] = (generator, generator.get_state())
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each of ``tensors`` as it is now, and as it was."""
+        for storage, tensor in self._tensors.items():
+            saved = self._saved[storage][1].untyped_storage()
+            was = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            yield tensor.detach(), was.set_(saved, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def restore(self) -> None:
         for generator, state in self._generators.values():

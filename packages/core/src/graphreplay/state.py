@@ -76,9 +76,9 @@ class GraphStore(BackendHooks):
         return len(self._cache)
 
     def stats(self) -> dict[str, Any]:
-        """A plain dict: ``graphs``, ``pinned`` and ``bytes`` kept now; ``captures``, ``replays``, ``evictions``,
-        ``misses`` and ``eager_calls`` so far; ``miss_reasons`` and ``eager_reasons`` by count; ``enabled`` and
-        ``disabled_reason``."""
+        """A plain dict: ``graphs``, ``pinned`` and ``bytes`` kept now; ``captures``, ``replays``, ``verified``
+        (replays that were compared with eager), ``evictions``, ``misses`` and ``eager_calls`` so far; ``miss_reasons``
+        and ``eager_reasons`` by count; ``enabled`` and ``disabled_reason``."""
         with self.pool.lock:
             return {
                 "graphs": len(self._cache),
@@ -86,6 +86,7 @@ class GraphStore(BackendHooks):
                 "bytes": self._cache.nbytes,
                 "captures": self._stats.captures,
                 "replays": self._stats.replays,
+                "verified": self._stats.verified,
                 "evictions": self._cache.evictions,
                 "misses": self._stats.miss_reasons.total(),
                 "eager_calls": self._stats.eager_reasons.total(),

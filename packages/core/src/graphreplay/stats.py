@@ -18,6 +18,7 @@ class Stats:
         self._name = name
         self.captures = 0
         self.replays = 0
+        self.verified = 0
         self._thrashed = False
         self.eager_reasons: Counter[str] = Counter()
         self.miss_reasons: Counter[str] = Counter()

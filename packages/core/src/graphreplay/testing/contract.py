@@ -16,7 +16,19 @@ import pytest
 # Before the imports: so that a failing assert in these modules tells its values, as in any test module.
 _TOPICS = [
     f"graphreplay.testing.contract_{topic}"
-    for topic in ("ambient", "capture", "hidden", "keys", "life", "refusal", "replay", "state", "surface", "twin")
+    for topic in (
+        "ambient",
+        "capture",
+        "hidden",
+        "keys",
+        "life",
+        "refusal",
+        "replay",
+        "state",
+        "surface",
+        "twin",
+        "verify",
+    )
 ]
 pytest.register_assert_rewrite(*(name for name in _TOPICS if name not in sys.modules))
 
@@ -29,6 +41,7 @@ from graphreplay.testing.contract_refusal import RefusalContract  # noqa: E402
 from graphreplay.testing.contract_replay import ReplayContract  # noqa: E402
 from graphreplay.testing.contract_state import StateContract  # noqa: E402
 from graphreplay.testing.contract_surface import SurfaceContract  # noqa: E402
+from graphreplay.testing.contract_verify import VerifyContract  # noqa: E402
 
 
 class BackendContract(
@@ -41,5 +54,6 @@ class BackendContract(
     ReplayContract,
     LifeContract,
     SurfaceContract,
+    VerifyContract,
 ):
     """Every contract test."""
