@@ -60,7 +60,7 @@ def test_nothing_waits_for_the_device_or_is_of_cuda():
         "graph = torch.xpu.XPUGraph()\ngraph.capture_begin(None, None)",
         "graph = torch.xpu.XPUGraph()\nif graph:\n    graph.launch()",
         "def f(event: torch.xpu.Event | None):\n    event.record(None, None)",
-        "class A:\n    def __init__(self):\n        self.e = torch.xpu.Event()\n    def f(self):\n        self.e.wait(1, 2)",
+        "class A:\n def __init__(self):\n  self.e = torch.xpu.Event()\n def f(self):\n  self.e.wait(1, 2)",
         "torch.xpu.current_stream().wait_stream()",
         "torch._C._xpu_releasePool(0)",
         "torch._C._xpu_releasePools(0, 0)",
@@ -74,8 +74,19 @@ def test_a_wrong_use_is_found(code):
             check(use)
 
 
-def test_a_use_whose_owner_is_unknown_is_found():
-    assert Source(["def f(graph):\n    graph.capture_begin()"]).unclear == ["graph.capture_begin"]
+@pytest.mark.parametrize(
+    ("code", "unclear"),
+    [
+        ("def f(graph):\n    graph.capture_begin()", "graph.capture_begin"),
+        ("xpu = torch.xpu\nxpu.synchronize()", "torch.xpu"),
+        ("getattr(torch.xpu, name)()", "torch.xpu"),
+        ("from torch.xpu import synchronize", "from torch.xpu import synchronize"),
+        ("from torch import Tensor, xpu", "xpu"),
+        ("import torch as t", "torch"),
+    ],
+)
+def test_a_use_that_cannot_be_told_is_found(code, unclear):
+    assert unclear in Source([code]).unclear
 
 
 def _parameters(function):

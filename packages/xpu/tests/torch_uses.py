@@ -41,6 +41,22 @@ def dotted(node):
     return None
 
 
+def _aliases(tree):
+    """Other names for torch.xpu or what is in it, which would hide uses."""
+    nodes = list(ast.walk(tree))
+    known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    known |= {id(n.args[0]) for n in nodes if isinstance(n, ast.Call) and dotted(n.func) == "hasattr"}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and dotted(node) in ("torch.xpu", "torch._C") and id(node) not in known:
+            yield dotted(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("torch.xpu", "torch._C.")):
+            yield ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from (alias.name for alias in node.names if alias.name in ("xpu", "_C"))
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name == "torch" and alias.asname)
+
+
 class Source:
     """The modules of one package, with the types of what they name."""
 
@@ -49,7 +65,7 @@ class Source:
         self.own = {node.name for tree in self.trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self.attributes = {}
         self.uses = set()
-        self.unclear = []
+        self.unclear = [name for tree in self.trees for name in _aliases(tree)]
         for collecting in (False, False, True):  # types of attributes first, twice since they build on one another
             self.collecting = collecting
             for tree in self.trees:

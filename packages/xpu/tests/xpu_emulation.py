@@ -25,7 +25,7 @@ STREAMS = 32
 
 
 class Race(AssertionError):
-    """Work that a device would run in the wrong order; no RuntimeError, which callers expect of a device."""
+    """Work that a device would run in the wrong order. It would not notice, so this is no RuntimeError."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
             captured.capture_begin(pool=handle)
         except RuntimeError as error:
             _mend(captured, pool, handle)
-            raise CaptureError(f"the capture could not begin: {_first_line(error)}") from error
+            raise CaptureError(f"torch could not begin it: {_first_line(error)}") from error
         before = torch.xpu.memory_reserved(pool.device)
         try:
             outputs = forward()
@@ -82,7 +82,7 @@ def _end(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> bool:
         return True
     except RuntimeError as error:
         _mend(captured, pool, handle)
-        raise CaptureError(f"the capture failed: {_first_line(error)}") from error
+        raise CaptureError(f"torch could not end it: {_first_line(error)}") from error
     return False
 
 
