@@ -3,7 +3,11 @@
 import gc
 
 import pytest
+import torch
 import xpu_emulation
+
+from graphreplay_xpu import capture as capture_module
+from graphreplay_xpu import captured as captured_module
 
 
 @pytest.fixture
@@ -16,3 +20,18 @@ def machine(monkeypatch):
     assert not machine.generator_captures
     assert not machine.routed
     assert xpu_emulation.current_stream().key == (0, 0)
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Graphs that were kept from destruction in this test."""
+    graphs = []
+    monkeypatch.setattr(captured_module, "kept_graphs", graphs)
+    monkeypatch.setattr(capture_module, "kept_graphs", graphs)
+    return graphs

@@ -1,5 +1,8 @@
 """The contract, kept by the XPU backend on a device, and the rows of it that only a device has."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +12,8 @@ from graphreplay.testing.contract_twin import ContractBase
 from graphreplay_xpu import XPUGraphedForward
 
 pytestmark = pytest.mark.xpu
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 class TestXPU(BackendContract):
@@ -34,6 +39,25 @@ class TestDevice(ContractBase):
                     twin(x=late)
                 torch.xpu.current_stream().wait_stream(stream)
         assert twin.counts() == (1, 12, 0)
+
+    def test_tf32_of_onednn_is_keyed(self):
+        twin = self.twin(lambda *, x: x @ x.t())
+        before = torch.backends.mkldnn.allow_tf32
+        with torch.no_grad():
+            try:
+                for seed in range(4):
+                    torch.backends.mkldnn.allow_tf32 = seed % 2 == 0
+                    twin(x=self.x(seed=seed))
+            finally:
+                torch.backends.mkldnn.allow_tf32 = before
+        assert twin.counts() == (2, 2, 0)
+
+    def test_the_code_in_the_readme_runs(self):
+        (code,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+        names = {}
+        exec(code, names)
+        assert names["y"].shape == (64, 256)
+        assert (names["graphed"].captures, names["graphed"].stats()["replays"]) == (1, 8)
 
     @pytest.mark.parametrize("fault", ["raise", "read"])
     def test_a_failed_capture_leaves_the_device_as_it_was(self, fault):
