@@ -46,6 +46,29 @@ assert not installed & {"hypothesis", "pytest"}, sorted(installed)
 
 CUDA_IMPORTS = "import graphreplay_cuda"
 
+XPU_NAMES_ITS_PACKAGE = """
+import graphreplay, importlib.util
+assert importlib.util.find_spec("graphreplay_xpu") is None
+try:
+    graphreplay.get_graphed_forward_cls("xpu")
+except graphreplay.BackendNotInstalledError as error:
+    assert "pip install graphreplay-xpu" in str(error), str(error)
+else:
+    raise AssertionError("no BackendNotInstalledError")
+"""
+
+XPU_NEEDS_A_DEVICE = """
+import graphreplay, graphreplay_xpu, torch
+try:
+    cls = graphreplay.get_graphed_forward_cls("xpu")
+except graphreplay.BackendUnavailableError as error:
+    assert not torch.xpu.is_available()
+    assert "xpu is not here: " in str(error), str(error)
+else:
+    assert torch.xpu.is_available(), "no BackendUnavailableError"
+    assert cls is graphreplay_xpu.XPUGraphedForward
+"""
+
 CUDA_NEEDS_A_GPU = """
 import graphreplay, torch, warnings
 with warnings.catch_warnings():
@@ -112,6 +135,7 @@ def check_all(dist: Path, temporary: Path) -> None:
 
     core = wheel_of(dist, "graphreplay_core")
     cuda = wheel_of(dist, "graphreplay_cuda")
+    xpu = wheel_of(dist, "graphreplay_xpu")
     for wheel in sorted(dist.glob("*.whl")):
         check(f"{wheel.name} contains its licence", partial(has_licence, wheel))
 
@@ -120,8 +144,13 @@ def check_all(dist: Path, temporary: Path) -> None:
     check_code("graphreplay imports", CORE_IMPORTS)
     check_code("graphreplay_cuda is not there", CUDA_IS_ABSENT)
     check_code('"cuda" names the package to install', CUDA_NAMES_ITS_PACKAGE)
+    check_code('"xpu" names the package to install', XPU_NAMES_ITS_PACKAGE)
     check_code('"cpu" is the reference', CPU_IS_REFERENCE)
     check_code("no test tools came along", NO_TEST_TOOLS)
+
+    check("the XPU backend installs beside it", lambda: install(xpu))
+    check_code('"xpu" asks for a device', XPU_NEEDS_A_DEVICE)
+    check_code("graphreplay_cuda is still not there", CUDA_IS_ABSENT)
 
     check("the CUDA backend installs beside it", lambda: install(cuda))
     check_code("graphreplay_cuda imports", CUDA_IMPORTS)

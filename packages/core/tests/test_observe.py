@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from graphreplay.errors import CaptureError
 from graphreplay.observe import Observer, Snapshot
 from graphreplay.storage import storage_ids
 from graphreplay.testing.zoo import rows
@@ -131,6 +133,22 @@ def test_a_forward_is_repeatable_if_it_leaves_nothing_behind(forward, repeatable
     observer, snapshot = observe(lambda: forward(x), [x])
     snapshot.restore()
     assert observer.repeatable is repeatable
+
+
+@pytest.mark.parametrize("why", [None, "graphs of this test hold none"])
+def test_collectives_are_refused_before_they_are_issued_where_graphs_hold_none(why, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        issued, observer = [], Observer(torch.device("cpu"), (), Snapshot(), ranks=[0], why_no_collectives=why)
+        try:
+            with observer.watching():
+                issued.append(dist.all_reduce(rows(3), async_op=True))
+        except CaptureError as error:
+            issued.append(str(error))
+    finally:
+        dist.destroy_process_group()
+    assert len(issued) == 1
+    assert (issued == ["the forward runs collectives: graphs of this test hold none"]) is (why is not None)
 
 
 def test_a_storage_in_the_place_of_a_dead_intermediate_is_still_from_outside():

@@ -147,6 +147,37 @@ with torch.no_grad():
 """,
         ["[[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]] 2"] * 2,
     ),
+    "no collectives in graphs": (
+        """
+class Without(graphreplay.ReferenceGraphedForward):
+    why_no_collectives = "graphs of this test hold none"
+
+graphed = Without(Sum(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+plain = Without(lambda *, x: x + 1, device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    print(graphed.prepare(x=torch.ones(3)))
+    print([graphed(x=torch.full((2,), float(i + rank))).tolist() for i in range(3)], graphed.captures)
+    print(graphed.disabled_reason)
+    print([plain(x=torch.full((1,), float(i))).item() for i in range(3)], plain.stats()["replays"])
+""",
+        [
+            "False\n[[3.0, 3.0], [7.0, 7.0], [11.0, 11.0]] 0\nwarm-up 1 under the host-sync probe failed: the forward "
+            "runs collectives: graphs of this test hold none\n[1.0, 2.0, 3.0] 2"
+        ]
+        * 2,
+    ),
+    "no collectives in graphs, called": (
+        """
+class Without(graphreplay.ReferenceGraphedForward):
+    why_no_collectives = "graphs of this test hold none"
+
+graphed = Without(Sum(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    print([graphed(x=torch.full((2,), float(i + rank))).tolist() for i in range(4)], graphed.captures)
+print(graphed.stats()["eager_reasons"] == {graphed.disabled_reason: 3})
+""",
+        ["[[3.0, 3.0], [7.0, 7.0], [11.0, 11.0], [15.0, 15.0]] 0\nTrue"] * 2,
+    ),
     "members": (
         """
 only = dist.new_group([0])

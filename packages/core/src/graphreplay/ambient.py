@@ -21,6 +21,8 @@ _SWITCHES: tuple[Callable[[], Any], ...] = (
     torch.is_deterministic_algorithms_warn_only_enabled,
     *(partial(torch._C._get_fp32_precision_getter, backend, op) for backend, op in _FP32_BACKENDS),
     torch._C._get_mkldnn_enabled,
+    torch._C._get_mkldnn_deterministic,
+    torch._C._get_onednn_allow_tf32,  # None but on Intel GPUs
     torch._C._get_cudnn_enabled,
     torch._C._get_cudnn_benchmark,
     torch._C._get_cudnn_deterministic,

@@ -145,7 +145,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     failure = ranks.agree(failure)
     if failure is not None:
         raise failure
-    observer = Observer(store.device, storage_ids(tensors(kwargs)), before, ranks=store.ranks)
+    observer = _observer(store, kwargs, before)
     try:
         with quiet_capture(store.device), watch.kept(()), observer.watching():
             store.module(**kwargs)
@@ -153,6 +153,11 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
         pass  # the capture will say so
     finally:
         before.restore()
+
+
+def _observer(store: GraphStore, kwargs: Any, snapshot: Snapshot) -> Observer:
+    static = storage_ids(tensors(kwargs))
+    return Observer(store.device, static, snapshot, ranks=store.ranks, why_no_collectives=store.why_no_collectives)
 
 
 def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alone) -> Entry:
@@ -175,7 +180,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
-    observer = Observer(store.device, storage_ids(given), before, ranks=store.ranks)
+    observer = _observer(store, static, before)
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:

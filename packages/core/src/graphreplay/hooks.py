@@ -26,6 +26,10 @@ class BackendHooks:
     captures_run: bool = False
     """Whether ``_capture_graph`` computes, and runs collectives, while it captures."""
 
+    why_no_collectives: str | None = None
+    """Why graphs of this platform hold no collectives, or None where they do. Forwards that run some, on however many
+    ranks, then run eagerly for this reason on all ranks alike."""
+
     @classmethod
     def resolve_device(cls, device: torch.device) -> torch.device:
         """The device with its index filled in.

@@ -76,6 +76,7 @@ class Observer(OpMode):
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
         ranks: those that run the forward's collectives together with this one; None: it may have none.
+        why_no_collectives: why it may have none at all.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
@@ -85,10 +86,17 @@ class Observer(OpMode):
     """
 
     def __init__(
-        self, device: torch.device, static: Iterable[int], snapshot: Snapshot, *, ranks: list[int] | None = None
+        self,
+        device: torch.device,
+        static: Iterable[int],
+        snapshot: Snapshot,
+        *,
+        ranks: list[int] | None = None,
+        why_no_collectives: str | None = None,
     ) -> None:
         super().__init__()
         self._ranks = ranks
+        self._why_no_collectives = why_no_collectives
         self._device = device
         self.outside: dict[int, Tensor] = {}
         self.written: set[int] = set()
@@ -138,7 +146,7 @@ class Observer(OpMode):
                 if storage not in self._static:
                     self._snapshot.add(tensor)
                     self.repeatable = False
-        if op.namespace in COLLECTIVES and torch.distributed.get_world_size() > 1:
+        if op.namespace in COLLECTIVES:
             self._check_group(args)
         if op.namespace != "aten":
             self.repeatable = False  # operators of others may do anything
@@ -156,7 +164,11 @@ class Observer(OpMode):
         return result
 
     def _check_group(self, args: tuple[Any, ...]) -> None:
-        """Refuses collectives of ranks that do not capture together."""
+        """Refuses collectives of ranks that do not capture together, before they are issued: every rank does so."""
+        if self._why_no_collectives is not None:
+            raise CaptureError(f"the forward runs collectives: {self._why_no_collectives}")
+        if torch.distributed.get_world_size() == 1:
+            return
         if self._ranks is None:
             raise CaptureError("the forward runs collectives; pass their group, so that its ranks capture together")
         for group in process_groups(args):

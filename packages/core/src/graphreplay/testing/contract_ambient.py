@@ -79,6 +79,7 @@ SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         for library in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv")
     },
     "mkldnn": _flag("mkldnn.enabled", False),
+    "mkldnn_deterministic": _flag("mkldnn.deterministic", True),
     "cudnn": _flag("cudnn.enabled", False),
     "cudnn_benchmark": _flag("cudnn.benchmark", True),
     "cudnn_deterministic": _flag("cudnn.deterministic", True),

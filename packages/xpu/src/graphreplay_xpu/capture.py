@@ -1,0 +1,131 @@
+"""A capture on XPU, by ``capture_begin`` and ``capture_end``.
+
+Not by ``torch.xpu.graph``: it begins with ``torch.xpu.synchronize()`` and ``torch.xpu.empty_cache()``, which both wait
+for the whole device. After a replay such a wait has crashed on some cards, while waiting for one stream or one event
+has not. Nor is it needed, since the warm-up's stream and memory are those of the capture.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from graphreplay import CaptureError
+from graphreplay.opmode import OpMode, tensor_args, written_args
+from graphreplay_xpu.captured import CapturedForward, kept_graphs
+from graphreplay_xpu.pools import PoolState, one_at_a_time
+
+_EMPTY = "The XPU Graph is empty"
+"""How torch's warning of a graph without work begins."""
+
+
+def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForward, Any]:
+    """Runs ``forward`` once under capture on the pool's stream, with its memory in the pool.
+
+    Returns:
+        The graph, and the forward's outputs, which each replay overwrites.
+
+    Raises:
+        Exception: the forward's own error, or CaptureError where it did what a capture forbids, or where its work has
+            not reached the graph. The current stream and the random generator are as before.
+    """
+    captured, memory = torch.xpu.XPUGraph(), pool.memory
+    with one_at_a_time, torch.xpu.stream(pool.capture_stream):
+        handle = memory.enter()
+        try:
+            captured.capture_begin(pool=handle)
+        except RuntimeError as error:
+            _mend(captured, pool, handle)
+            raise CaptureError(f"torch could not begin it: {_first_line(error)}") from error
+        before = torch.xpu.memory_reserved(pool.device)
+        try:
+            outputs = forward()
+        except BaseException as failure:
+            try:
+                _end(captured, pool, handle)
+            except CaptureError as error:
+                failure.add_note(f"and {error}")
+            memory.leave(captured.reset)
+            raise
+        grown = torch.xpu.memory_reserved(pool.device) - before
+        try:
+            empty = _end(captured, pool, handle)
+        except CaptureError:
+            memory.leave(captured.reset)
+            raise
+    # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds.
+    result = CapturedForward(captured, memory, pool.device, max(0, grown))
+    lost = _first_launch(forward, pool) if empty else None
+    if lost is not None:
+        result.reset()
+        raise CaptureError(f"the graph is empty, though the forward runs {lost}: its work went past the capture")
+    return result, outputs
+
+
+def _end(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> bool:
+    """Ends a capture; returns whether the graph is empty.
+
+    Raises:
+        CaptureError: torch could not end it. Later captures of the pool run elsewhere.
+    """
+    torch.xpu.set_stream(pool.capture_stream)  # whatever stream was left current
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_EMPTY)
+            captured.capture_end()
+    except UserWarning:  # torch raises it after the capture has ended in good order
+        return True
+    except RuntimeError as error:
+        _mend(captured, pool, handle)
+        raise CaptureError(f"torch could not end it: {_first_line(error)}") from error
+    return False
+
+
+def _mend(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> None:
+    """Undoes what torch leaves behind where ``capture_begin`` or ``capture_end`` raised: a stream that may still be
+    recorded, memory that still goes to the pool, and a random generator that believes in a capture."""
+    kept_graphs.append(captured)  # torch's allocators may still ask it which streams are its own
+    with suppress(RuntimeError):  # where torch did so itself
+        torch._C._xpu_endAllocateToPool(pool.device.index, handle)
+        torch._C._xpu_releasePool(pool.device.index, handle)
+    pool.renew()
+    trivial = torch.xpu.XPUGraph()
+    with torch.xpu.stream(pool.capture_stream), warnings.catch_warnings(), suppress(RuntimeError):
+        warnings.filterwarnings("ignore", message=_EMPTY)
+        trivial.capture_begin()
+        trivial.capture_end()  # which sets the generator right
+        trivial.reset()
+
+
+def _first_launch(forward: Callable[[], Any], pool: PoolState) -> str | None:
+    """The first operator of the forward that computes something, or None: it may return its inputs and constants."""
+    launches = _Launches()
+    with pool.side(), launches:
+        forward()
+    return launches.first
+
+
+class _Launches(OpMode):
+    """Notes the first operator that makes or writes elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = op(*args, **kwargs)
+        if self.first is None and torch.Tag.inplace_view not in op.tags:
+            known = {tensor.untyped_storage()._cdata for tensor in tensor_args(args, kwargs)}
+            made = [t for t in tensor_args((result,), {}) if t.untyped_storage()._cdata not in known]
+            if any(tensor.numel() for tensor in (*made, *written_args(op, args, kwargs))):
+                self.first = str(op)
+        return result
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
