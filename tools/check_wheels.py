@@ -44,6 +44,15 @@ installed = {distribution.name.lower() for distribution in distributions()}
 assert not installed & {"hypothesis", "pytest"}, sorted(installed)
 """
 
+TAOMATE_NAMES_THE_MISSING_PACKAGE = """
+import graphreplay_taomate
+cls = graphreplay_taomate.get_graphed_forward_cls()
+graphed = cls(print, device="cuda")
+assert not graphed.enabled
+assert "pip install graphreplay-cuda" in graphed.disabled_reason, graphed.disabled_reason
+assert cls(print, device="cpu", reference=True).enabled
+"""
+
 CUDA_IMPORTS = "import graphreplay_cuda"
 
 CUDA_NEEDS_A_GPU = """
@@ -112,6 +121,7 @@ def check_all(dist: Path, temporary: Path) -> None:
 
     core = wheel_of(dist, "graphreplay_core")
     cuda = wheel_of(dist, "graphreplay_cuda")
+    taomate = wheel_of(dist, "graphreplay_taomate")
     for wheel in sorted(dist.glob("*.whl")):
         check(f"{wheel.name} contains its licence", partial(has_licence, wheel))
 
@@ -122,6 +132,9 @@ def check_all(dist: Path, temporary: Path) -> None:
     check_code('"cuda" names the package to install', CUDA_NAMES_ITS_PACKAGE)
     check_code('"cpu" is the reference', CPU_IS_REFERENCE)
     check_code("no test tools came along", NO_TEST_TOOLS)
+
+    check("the TaoMate adapter installs beside it, without a backend", lambda: install(taomate))
+    check_code("graphreplay_taomate names the missing backend", TAOMATE_NAMES_THE_MISSING_PACKAGE)
 
     check("the CUDA backend installs beside it", lambda: install(cuda))
     check_code("graphreplay_cuda imports", CUDA_IMPORTS)
