@@ -34,7 +34,9 @@ def test_the_session_agrees_with_eager(capsys, tmp_path):
     assert [row[:4] for row in rows(out)] == [[lora, *row] for lora in ("off", "on") for row in latents]
     assert [row[7] for row in rows(out)] == ["0"] * 8
     assert "AdaLN memo: one of ours that behaves like TaoMate's" in out
-    assert out.endswith("6 captures, 6 pinned, 72 replays, 0 evictions, 0 eager_calls\n")
+    assert "\n6 captures, 6 pinned, 72 replays, 0 evictions, 0 eager_calls\n" in out
+    # Six forwards to capture, and two runs of 72 forwards, with 4 projections each; one schedule of nine steps.
+    assert out.endswith(f"memo: {(6 + 144 - 9) * 4} hits, {9 * 4} misses, all by eager forwards\n")
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["failures"] == []
     assert written["stats"]["captures"] == 6
@@ -147,4 +149,4 @@ def test_the_stand_in_for_vllm_gives_way_to_the_real_one(monkeypatch):
 @pytest.mark.cuda
 def test_on_a_gpu(capsys):
     assert run("--device", "cuda") == 0
-    assert capsys.readouterr().out.endswith("6 captures, 6 pinned, 72 replays, 0 evictions, 0 eager_calls\n")
+    assert "\n6 captures, 6 pinned, 72 replays, 0 evictions, 0 eager_calls\n" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphreplay_harness import teacher_session
+from graphreplay_harness import teacher, teacher_session
 from graphreplay_harness.teacher_model import PLAN, SMALL, make_teacher
 from graphreplay_harness.teacher_session import CAPTURES, LAYOUTS, SHAPES, STEPS, Session
 
@@ -96,6 +96,19 @@ def test_a_plan_lives_as_long_as_its_graph_and_no_longer(session):
     session.graphed.reset()
     gc.collect()
     assert alive() is None
+
+
+def test_the_script_with_taomates_memo(capsys, memo_file):
+    assert teacher.main(["--repeats", "1", "--cache", str(memo_file)]) == 0
+    out = capsys.readouterr().out
+    assert f"AdaLN memo: TaoMate's, from {memo_file}\n" in out
+    assert out.endswith(f"memo: {(6 + 144 - 9) * 4} hits, {9 * 4} misses, all by eager forwards\n")
+
+
+@pytest.mark.cuda
+def test_the_script_on_a_gpu_with_taomates_memo(capsys, memo_file):
+    assert teacher.main(["--device", "cuda", "--repeats", "1", "--cache", str(memo_file)]) == 0
+    assert "\n6 captures, 6 pinned, 72 replays, 0 evictions, 0 eager_calls\n" in capsys.readouterr().out
 
 
 def test_latents_are_those_of_taomate():
