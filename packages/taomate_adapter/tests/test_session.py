@@ -40,7 +40,9 @@ def test_four_requests_with_lora_off_and_on(session, real_memo_class, monkeypatc
 
     outcomes = list(session.run(repeats=1))
     assert [(o.lora, o.request, o.latents, o.reference) for o in outcomes] == [
-        (lora, index + 1, layout.audio, layout.reference) for lora in ("off", "on") for index, layout in enumerate(LAYOUTS)
+        (lora, number, layout.audio, layout.reference)
+        for lora in ("off", "on")
+        for number, layout in enumerate(LAYOUTS, start=1)
     ]
     assert [outcome.difference for outcome in outcomes] == [0] * 8
     assert [outcome.replays for outcome in outcomes] == [STEPS] * 8
