@@ -44,6 +44,15 @@ installed = {distribution.name.lower() for distribution in distributions()}
 assert not installed & {"hypothesis", "pytest"}, sorted(installed)
 """
 
+TAOMATE_NAMES_THE_MISSING_PACKAGE = """
+import graphreplay_taomate
+cls = graphreplay_taomate.get_graphed_forward_cls()
+graphed = cls(print, device="cuda")
+assert not graphed.enabled
+assert "pip install graphreplay-cuda" in graphed.disabled_reason, graphed.disabled_reason
+assert cls(print, device="cpu", reference=True).enabled
+"""
+
 CUDA_IMPORTS = "import graphreplay_cuda"
 
 XPU_NAMES_ITS_PACKAGE = """
@@ -129,6 +138,9 @@ def check_all(dist: Path, temporary: Path) -> None:
     def install(*requirements: str | Path) -> None:
         run(python, "-m", "pip", "install", "--quiet", "--find-links", dist, *requirements, cwd=temporary)
 
+    def uninstall(project: str) -> None:
+        run(python, "-m", "pip", "uninstall", "--quiet", "--yes", project, cwd=temporary)
+
     def check_code(name: str, code: str) -> None:
         # -I: imports come from the environment alone, not from PYTHONPATH or the current folder
         check(name, lambda: run(python, "-I", "-c", code, cwd=temporary))
@@ -136,6 +148,7 @@ def check_all(dist: Path, temporary: Path) -> None:
     core = wheel_of(dist, "graphreplay_core")
     cuda = wheel_of(dist, "graphreplay_cuda")
     xpu = wheel_of(dist, "graphreplay_xpu")
+    taomate = wheel_of(dist, "graphreplay_taomate")
     for wheel in sorted(dist.glob("*.whl")):
         check(f"{wheel.name} contains its licence", partial(has_licence, wheel))
 
@@ -151,6 +164,11 @@ def check_all(dist: Path, temporary: Path) -> None:
     check("the XPU backend installs beside it", lambda: install(xpu))
     check_code('"xpu" asks for a device', XPU_NEEDS_A_DEVICE)
     check_code("graphreplay_cuda is still not there", CUDA_IS_ABSENT)
+    check("the XPU backend goes", lambda: uninstall("graphreplay-xpu"))
+
+    check("the TaoMate adapter installs beside the core, without a backend", lambda: install(taomate))
+    check_code("graphreplay_taomate names the missing backend", TAOMATE_NAMES_THE_MISSING_PACKAGE)
+    check("the TaoMate adapter goes", lambda: uninstall("graphreplay-taomate"))
 
     check("the CUDA backend installs beside it", lambda: install(cuda))
     check_code("graphreplay_cuda imports", CUDA_IMPORTS)

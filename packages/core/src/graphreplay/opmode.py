@@ -41,7 +41,9 @@ _INTO_FIRST = frozenset(
 
 _ONLY_READ = frozenset({"send", "barrier", "monitored_barrier_"})
 
-_LIBRARIES = frozenset({"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "contextlib"})
+_LIBRARIES = frozenset(
+    {"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "graphreplay_taomate", "contextlib"}
+)
 """Modules whose frames are no place in a user's forward."""
 
 
