@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphreplay import get_graphed_forward_cls
+from graphreplay.peers import Peers
 from graphreplay_harness.bench_options import parser, write
 from graphreplay_harness.parallel import MLP
 from graphreplay_harness.soak import BACKENDS, own_device
@@ -51,8 +52,8 @@ def measure(device: torch.device, repeats: int) -> dict[str, Any]:
     module = MLP(64, 128).to(device).eval()
     cls = get_graphed_forward_cls(device)
     grouped, alone = (cls(module, device=device, group=group, max_entries=1) for group in (dist.group.WORLD, None))
-    agreement = grouped.agreement
-    assert agreement is not None, "this needs at least two ranks"
+    assert isinstance(grouped.peers, Peers), "this needs at least two ranks"
+    agreement = grouped.peers.agreement
     meet, meetings = agreement.meet, []
 
     def timed(*args: Any) -> Any:

@@ -1,14 +1,16 @@
 """Ranks as threads over one store: meetings, deadlines, and verdicts that all read alike."""
 
+import json
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import distributed as dist
 
 import graphreplay
-from graphreplay.agreement import Agreement, Ballot
+from graphreplay.agreement import KEPT_EXCUSES, Agreement, Ballot
 from graphreplay.digest import key_digest
 from graphreplay.request import Key
 from graphreplay.signature import kwargs_signature
@@ -87,7 +89,7 @@ def test_other_digests_do_not_go_together(store):
     assert {verdict.go for verdict in seen.values()} == {False}
     assert {verdict.why(0) for verdict in seen.values()} == {
         "ranks [0, 1] and [2, 3] call differently: in the structure or constants of their kwargs, in variant=, in grad "
-        "or autocast mode"
+        "or autocast mode, or in warmup_iters="
     }
 
 
@@ -241,21 +243,55 @@ def test_what_is_told_on_the_way_out_never_raises(caplog):
     assert all("connection refused" in message for message in caplog.messages)
 
 
-def test_an_excuse_that_goes_while_it_is_read_holds_nobody_up(store):
-    """The rank that left it goes on to its next call, and takes the old one back."""
+def test_excuses_wait_for_a_rank_that_is_some_calls_behind(store):
+    ahead, behind = Agreement(store, [0, 1], 1, 60.0), Agreement(store, [0, 1], 0, 60.0)
+    for call in range(40):
+        ahead.excuse(f"call {call}/before", Ballot("", f"reason {call}", "skip", excused=True))
+    for call in range(40 - KEPT_EXCUSES, 40):
+        verdict = behind.meet(f"call {call}/before", Ballot("d"))
+        assert (verdict.go, verdict.missing, verdict.why(0)) == (False, {}, f"rank 1: reason {call}")
+    assert store.num_keys() <= KEPT_EXCUSES + 3, "older ones go, and so do the meetings"
 
-    class Going(dist.PrefixStore):
-        def check(self, keys):
-            found = super().check(keys)
-            if len(keys) > 1 and found:
-                peers[1].excuse("call 5/before", Ballot("d", "later", "skip"))  # deletes that of call 4
-            return found
 
-    peers = [Agreement(Going("", store), [0, 1], 0, 0.05), Agreement(store, [0, 1], 1, 0.05)]
-    peers[1]._store = dist.PrefixStore("", store)
-    peers[1].excuse("call 4/before", Ballot("d", "first", "skip"))
-    verdict = peers[0].meet("call 4/before", Ballot("d"))
-    assert (verdict.go, list(verdict.missing)) == (False, [1])
+def test_clean_up_that_fails_loses_no_verdict(store):
+    class Stuck(dist.PrefixStore):
+        def delete_key(self, key):
+            raise RuntimeError("connection refused")
+
+    agreement = Agreement(Stuck("", store), [0, 1], 0, 60.0)
+    for call in range(3):
+        dist.PrefixStore("", store).set(f"call {call}/1", json.dumps(asdict(Ballot("d"))))
+        assert agreement.meet(f"call {call}", Ballot("d")).go
+
+
+def test_the_first_reason_to_leave_stays(store):
+    agreement = Agreement(store, [0, 1], 1, 60.0)
+    agreement.leave("its environment says so")
+    agreement.leave("it was closed")
+    verdict = Agreement(store, [0, 1], 0, 60.0).meet("call 1", Ballot("d"))
+    assert (verdict.gone, verdict.why(0)) == (True, "rank 1: left: its environment says so")
+
+
+def test_who_is_late_when_somebody_leaves_is_not_said_to_have_taken_its_time(store):
+    Agreement(store, [0, 1, 2], 2, 60.0).leave("it was closed")
+    verdict = Agreement(store, [0, 1, 2], 0, 60.0).meet("call 1", Ballot("d"))
+    assert verdict.missing == {1: "did not come when rank 2 had left", 2: "left: it was closed"}
+
+
+def test_text_that_no_store_takes_is_told_all_the_same(store):
+    agreement = Agreement(store, [0, 1], 1, 60.0)
+    agreement.excuse("call 1", Ballot("", "half \ud800 of it", "skip"))
+    agreement.leave("half \ud800 of it")
+    verdict = Agreement(store, [0, 1], 0, 60.0).meet("call 1", Ballot("d"))
+    assert verdict.why(0) == "rank 1: half \ud800 of it"
+    assert store.get("left/1") == b"half \\ud800 of it"
+
+
+def test_a_forked_child_leaves_nothing_behind(store):
+    agreement = Agreement(store, [0, 1], 1, 60.0)
+    agreement._process += 1  # as in a child, which inherits the object
+    agreement.leave("the child ends")
+    assert not store.check(["left"])
 
 
 def test_an_excuse_stops_the_others_at_once(store):

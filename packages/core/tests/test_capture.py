@@ -2,10 +2,12 @@
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from graphreplay import ReferenceGraphedForward
 from graphreplay.capture import body_error_wins, capturing_here, describe, quiet_capture
 from graphreplay.errors import HostSyncError
 
@@ -41,18 +43,34 @@ def test_quiet_capture_restores_after_an_error_what_was_before():
         torch.set_autocast_cache_enabled(True)
 
 
+def test_captures_of_threads_leave_the_generators_alone():
+    state = torch.get_rng_state()
+    graphed = [ReferenceGraphedForward(lambda *, x: x + torch.rand_like(x), device="cpu") for _ in range(4)]
+
+    def capture(wrapper):
+        with torch.no_grad():
+            for count in range(1, 12):
+                wrapper.prepare(x=torch.ones(count))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(capture, graphed))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [wrapper.disabled_reason for wrapper in graphed] == [None] * 4
+    assert [wrapper.captures for wrapper in graphed] == [11] * 4
+
+
 def test_quiet_captures_of_two_threads_overlap():
     inside, leave = threading.Event(), threading.Event()
     seen = []
 
     def other():
-        with quiet_capture(CPU):
+        with quiet_capture(CPU, alone=False):
             inside.set()
             leave.wait(20)
             seen.append((capturing_here(), gc.isenabled()))
 
     thread = threading.Thread(target=other)
-    with quiet_capture(CPU):
+    with quiet_capture(CPU, alone=False):
         thread.start()
         assert inside.wait(20)
     assert not capturing_here(), "captures of other threads are not ours"

@@ -7,12 +7,15 @@ import pytest
 
 PROGRAM = """
 import os, sys
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 import graphreplay
 
 rank = int(sys.argv[1])
-dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(sys.argv[2], 2))
+dist.init_process_group(
+    "gloo", rank=rank, world_size=2, store=dist.FileStore(sys.argv[2], 2), timeout=timedelta(seconds=int(sys.argv[3]))
+)
 
 class Sum(torch.nn.Module):
     def forward(self, *, x):
@@ -198,7 +201,7 @@ refusal(group=gone)
         """
 graphed = wrap()
 with torch.no_grad():
-    print([graphed(x=torch.ones(1)).item() for _ in range(2)], "pass their group" in graphed.disabled_reason)
+    print([graphed(x=torch.ones(1)).item() for _ in range(2)], "pass group=" in graphed.disabled_reason)
 """,
         ["[5.0, 5.0] True"] * 2,
     ),
@@ -206,7 +209,7 @@ with torch.no_grad():
         """
 graphed = wrap(group=dist.group.WORLD)
 with torch.no_grad():
-    values = [graphed(x=torch.full((2 + rank * 0,), float(i + rank))).tolist() for i in range(4)]
+    values = [graphed(x=torch.full((2,), float(i + rank))).tolist() for i in range(4)]
 print(values, graphed.captures, graphed.stats()["replays"], graphed.disabled_reason)
 graphed.close()
 """,
@@ -254,29 +257,135 @@ print(graphed.captures, *graphed.stats()["eager_reasons"])
 """,
         [
             "0 ranks [0] and [1] call differently: in the structure or constants of their kwargs, in variant=, in grad "
-            "or autocast mode"
+            "or autocast mode, or in warmup_iters="
         ]
         * 2,
     ),
-    "aborted": (
+    "out of step": (
         """
-from graphreplay.agreement import health_of
+from graphreplay.peers import fall_out_of_step
 first, second = wrap(group=dist.group.WORLD), wrap(group=dist.group.WORLD)
+third = wrap(group=dist.new_group([0, 1]))
+x = torch.ones(1)
 with torch.no_grad():
-    print([wrapper(x=torch.ones(1)).item() for wrapper in (first, second, first, second)], second.stats()["replays"])
-    health_of(dist.group.WORLD).aborted = "rank 7: died"  # what a rank out of step leaves behind
-    print(second(x=torch.ones(1)).item(), second.stats()["replays"], second.stats()["graphs"], second.disabled_reason)
-    other = dist.new_group([0, 1])
-    third = wrap(group=other)
-    print([third(x=torch.ones(1)).item() for _ in range(2)], third.stats()["replays"])
+    print([wrapper(x=x).item() for wrapper in (first, second, first, second)], second.stats()["replays"])
+    fall_out_of_step("rank 7: died")
+    for call in (second, third, second.prepare):  # eager collectives may mix: nothing may be returned
+        try:
+            call(x=x)
+        except graphreplay.RankDisagreementError as error:
+            print(error)
+alone = graphreplay.ReferenceGraphedForward(torch.nn.Identity(), device="cpu")
+print(alone.module(x).item(), second.stats()["replays"])
 refusal(group=dist.group.WORLD, verify="first")
 """,
         [
-            "[5.0, 5.0, 5.0, 5.0] 1\n5.0 1 0 the collectives of its group were aborted: rank 7: died\n[5.0, 5.0] 1\n"
+            "[5.0, 5.0, 5.0, 5.0] 1\n" + 3 * "this process is out of step with other ranks: rank 7: died\n" + "1.0 1\n"
             "verify='first' runs the forward once more, collectives and all, at replays that the other ranks need not "
             "have; verify on one rank"
         ]
         * 2,
+    ),
+    "functional beyond the group": (
+        """
+own = [dist.new_group([0]), dist.new_group([1])][rank]
+class Functional(torch.nn.Module):
+    def forward(self, *, x):
+        name = dist.group.WORLD.group_name
+        y = torch.ops._c10d_functional.all_reduce(x, "sum", name)
+        return torch.ops._c10d_functional.wait_tensor(y) + 1
+graphed = graphreplay.ReferenceGraphedForward(Functional(), device="cpu", group=own)
+with torch.no_grad():
+    print([graphed(x=torch.ones(2) * i).tolist() for i in range(3)], graphed.captures)
+print("pass a group of all ranks" in graphed.disabled_reason or graphed.disabled_reason)
+""",
+        ["[[1.0, 1.0], [3.0, 3.0], [5.0, 5.0]] 0\nTrue"] * 2,
+    ),
+    "refused collectives are not made up for": (
+        """
+pairs = [dist.new_group([0]), dist.new_group([1])]
+graphed = wrap(group=pairs[rank], enabled=rank == 0)  # its forward sums over both ranks
+with torch.no_grad():
+    print([graphed(x=torch.full((1,), float(i))).item() for i in range(4)])
+""",
+        ["[1.0, 5.0, 9.0, 13.0]"] * 2,
+    ),
+    "state of forwards that are made up for": (
+        """
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cache = [torch.zeros(1)]
+        self.calls = 0
+    def forward(self, *, x):
+        self.calls += 1
+        self.cache[0] += 1
+        y = x * 2
+        dist.all_reduce(y)
+        return y + self.cache[0] + self.calls
+
+class Fails:
+    def __enter__(self):
+        if rank == 1:
+            raise ValueError("cannot enter")
+    def __exit__(self, *_):
+        pass
+
+graphed = graphreplay.ReferenceGraphedForward(
+    Counts(), device="cpu", group=dist.group.WORLD, deadline=20.0, capture_context=Fails
+)
+with torch.no_grad():
+    print([graphed(x=torch.ones(1)).item() for _ in range(3)], graphed.module.cache[0].item(), graphed.module.calls)
+print("cannot enter" in graphed.disabled_reason or graphed.disabled_reason)
+""",
+        ["[6.0, 8.0, 10.0] 3.0 3\nTrue"] * 2,
+    ),
+    "a wait behind the last collective, on one rank": (
+        """
+class Logs(Sum):
+    def forward(self, *, x):
+        y = super().forward(x=x)
+        if rank == 0:
+            y.sum().item()
+        return y
+graphed = graphreplay.ReferenceGraphedForward(Logs(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    print([graphed(x=torch.full((1,), float(i))).item() for i in range(3)])
+print("host wait" in graphed.disabled_reason or graphed.disabled_reason)
+""",
+        ["[1.0, 5.0, 9.0]\nTrue"] * 2,
+    ),
+    "warm-ups": (
+        """
+graphed = wrap(group=dist.group.WORLD, warmup_iters=2 + rank)
+with torch.no_grad():
+    print([graphed(x=torch.full((1,), float(i))).item() for i in range(3)], graphed.captures)
+print("warmup_iters=" in str(graphed.stats()["eager_reasons"]) or graphed.stats())
+""",
+        ["[1.0, 5.0, 9.0] 0\nTrue"] * 2,
+    ),
+    "interrupted": (
+        """
+class Interrupts:
+    def __enter__(self):
+        if rank == 1:
+            raise KeyboardInterrupt
+    def __exit__(self, *_):
+        pass
+graphed = wrap(group=dist.group.WORLD, capture_context=Interrupts)
+with torch.no_grad():
+    for _ in range(2):
+        try:
+            graphed(x=torch.ones(1))
+        except BaseException as error:
+            print(type(error).__name__, "interrupted" in str(error))
+sys.stdout.flush()
+os._exit(0)
+""",
+        [
+            "RankDisagreementError True\nRankDisagreementError True",
+            "KeyboardInterrupt False\nRankDisagreementError True",
+        ],
     ),
     "closed": (
         """
@@ -297,13 +406,26 @@ with torch.no_grad():
 }
 
 
+TIMEOUTS = {"interrupted": 3}
+"""Seconds that a collective waits in vain, where one has to; 60 elsewhere."""
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_on_two_ranks(name, tmp_path):
     script, expected = SCRIPTS[name]
     end = "dist.barrier()\nsys.stdout.flush()\nos._exit(0)\n"  # destroying groups is not what is tested
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PROGRAM + script + end, str(rank), str(tmp_path / "store")],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                PROGRAM + script + end,
+                str(rank),
+                str(tmp_path / "store"),
+                str(TIMEOUTS.get(name, 60)),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import distributed as dist
 
-from graphreplay.agreement import health_of
 from graphreplay.stats import logger
 
 ABORT_LIMIT = 5.0
@@ -16,36 +16,44 @@ ABORT_LIMIT = 5.0
 
 
 class CollectiveAbort:
-    """Ends the collectives that a process group has issued on a device since this was made; later ones raise.
+    """Ends the collectives that process groups have issued on a device since this was made; later ones raise.
 
     Backends of the CPU are left alone, since they wake by their timeout. NCCL does not: a kernel that waits for its
     peer keeps the device busy, and with it everybody who waits for the device.
 
     Args:
-        limit: seconds to wait for what was issued before, which other ranks have issued too.
+        group: whose collectives end in any case.
+        patience: seconds to wait for what was issued before, which other ranks have issued too.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, limit: float) -> None:
-        self._group, self._device, self._limit = group, device, limit
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float) -> None:
+        self._group, self._device, self._patience = group, device, patience
         self._before: torch.Event | None = None
         if device.type != "cpu":
             self._before = torch.Event(device)
             self._before.record()
 
-    def __call__(self, reason: str) -> None:
-        """Aborts; graphs of this group must not be replayed any more."""
+    def __call__(self, groups: Iterable[dist.ProcessGroup] = ()) -> None:
+        """Aborts the group, and these. No graph of theirs may be replayed any more."""
         if self._before is None:
             return
-        health_of(self._group).aborted = reason
-        end = time.monotonic() + self._limit
+        end = time.monotonic() + self._patience
         while not self._before.query() and time.monotonic() < end:
             time.sleep(0.001)
-        thread = threading.Thread(target=self._abort, name="graphreplay-abort", daemon=True)
-        thread.start()
-        thread.join(ABORT_LIMIT)
+        threads = [
+            threading.Thread(target=self._abort, args=(group,), name="graphreplay-abort", daemon=True)
+            for group in {self._group, *groups}
+        ]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + ABORT_LIMIT
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            logger.warning("aborting the collectives goes on: it waits for graphs that hold some; close their wrappers")
 
-    def _abort(self) -> None:
+    def _abort(self, group: dist.ProcessGroup) -> None:
         try:
-            self._group._get_backend(self._device).abort()
+            group._get_backend(self._device).abort()
         except RuntimeError as error:
-            logger.warning("the group's collectives cannot be aborted, and may hang: %s", error)
+            logger.warning("collectives of a group cannot be aborted, and may hang: %s", error)

@@ -8,43 +8,29 @@ every rank reads the same one, however late it came.
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections import Counter
+from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import distributed as dist
 
-from graphreplay.errors import ConfigurationError, RankDisagreementError
+from graphreplay.errors import RankDisagreementError
 from graphreplay.stats import logger
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01
 """Seconds between two looks at the store; each is half as long again as the one before."""
+
+KEPT_EXCUSES = 16
+"""How many calls a rank may be behind another one, which runs eagerly, and still learn why."""
 
 NOTHING = "\x00"
 """What compare_set answers, given it as the expected value, where there is no such key; nobody writes it."""
 
 SEVERITIES = ("", "skip", "refuse", "disable")
 """What a failure ends: nothing, this capture, captures of this key, captures of this wrapper. The worst one counts."""
-
-
-@dataclass
-class GroupHealth:
-    """What all wrappers on one process group share."""
-
-    aborted: str | None = None
-    """Why its collectives were aborted, if they were. A graph that holds some must not be replayed any more: they would
-    end at once, and leave behind whatever was there."""
-
-
-_healths: WeakKeyDictionary[dist.ProcessGroup, GroupHealth] = WeakKeyDictionary()
-
-
-def health_of(group: dist.ProcessGroup) -> GroupHealth:
-    """The one record of a group."""
-    return _healths.setdefault(group, GroupHealth())
 
 
 @dataclass(frozen=True)
@@ -60,7 +46,9 @@ class Ballot:
     holds: str = ""
     """What graphs it keeps; ranks that do not keep the same will not miss together."""
     progress: str = ""
-    """Which collectives it has run since the last meeting; equal on all ranks if they are in step."""
+    """Which collectives of the capture it has run; equal on all ranks if they are in step."""
+    excused: bool = False
+    """Whether it does not come to this meeting."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class Verdict:
                 sides.setdefault(ballot.digest, []).append(rank)
             reasons = [
                 f"ranks {' and '.join(map(str, sides.values()))} call differently: in the structure or constants of "
-                "their kwargs, in variant=, in grad or autocast mode"
+                "their kwargs, in variant=, in grad or autocast mode, or in warmup_iters="
             ]
         return "; ".join(reasons)
 
@@ -118,27 +106,25 @@ class Agreement:
         ranks: of the group, as the world counts them.
         rank: this one.
         deadline: seconds to wait for the others at a meeting.
-        health: of their group.
     """
 
     _built: ClassVar[Counter[tuple[str, str]]] = Counter()
 
-    def __init__(
-        self, store: Any, ranks: list[int], rank: int, deadline: float, health: GroupHealth | None = None
-    ) -> None:
+    def __init__(self, store: Any, ranks: list[int], rank: int, deadline: float) -> None:
         self.ranks, self.rank = ranks, rank
-        self.health = health or GroupHealth()
         self.deadline = deadline
         self._store = store
+        self._process = os.getpid()
         self._past: list[str] = []
         self._heard: dict[int, str] = {}
-        self._excuse = ""
+        self._excuses: deque[str] = deque()
+        self._left = False
         self.waits_in_vain = 0
         """In a row, for ranks that did not come."""
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, ranks: list[int], name: str, deadline: float) -> Agreement:
-        """The agreement of a wrapper with its group of these ranks. It keeps the store alive, and not the group.
+    def of_group(cls, ranks: list[int], name: str, deadline: float) -> Agreement:
+        """The agreement of a wrapper in a group of these ranks. It keeps the store alive, and not the group.
 
         Wrappers of one name on one group count from 0 in the order in which they are built, which is to be the same on
         all ranks.
@@ -148,7 +134,7 @@ class Agreement:
         cls._built[members, name] += 1
         store = dist.distributed_c10d._get_default_store()
         prefix = dist.distributed_c10d.PrefixStore(f"graphreplay/{members}/{name}/{number}", store)
-        return cls(prefix, ranks, dist.get_rank(), deadline, health_of(group))
+        return cls(prefix, ranks, dist.get_rank(), deadline)
 
     def meet(self, place: str, ballot: Ballot) -> Verdict:
         """Meets the other ranks.
@@ -162,7 +148,8 @@ class Agreement:
             raise RankDisagreementError(f"rank {self.rank} cannot reach the store, at {place}: {error}") from error
         except BaseException:  # an interrupt: this rank's ballot is there, and it does not come after all
             proposal = {"came": {}, "missing": {self.rank: "was interrupted"}, "gone": False}
-            self._store.compare_set(f"{place}/verdict", "", json.dumps(proposal))
+            with suppress(RuntimeError):  # the store may be gone
+                self._store.compare_set(f"{place}/verdict", "", json.dumps(proposal))
             raise
         self.waits_in_vain = self.waits_in_vain + 1 if verdict.missing else 0
         return verdict
@@ -172,39 +159,45 @@ class Agreement:
         decided = f"{place}/verdict"
         self._store.set(keys[self.rank], json.dumps(asdict(ballot)))
         end, pause = time.monotonic() + self.deadline, FIRST_PAUSE
+        in_time = True
         while not self._has(*keys.values()) and not self._has(decided):
-            if time.monotonic() > end or self._has("left"):
+            in_time = time.monotonic() <= end
+            if not in_time or self._has("left"):
                 break
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE)
         texts = {rank: self._read(key) for rank, key in keys.items()}
         proposal = {
             "came": {rank: text for rank, text in texts.items() if text is not None},
-            "missing": {rank: self._last_seen(rank) for rank, text in texts.items() if text is None},
+            "missing": {rank: self._last_seen(rank, in_time) for rank, text in texts.items() if text is None},
             "gone": any(self._has(f"left/{rank}") for rank in self.ranks),
         }
         verdict = json.loads(self._store.compare_set(decided, "", json.dumps(proposal)))
         ballots = {int(rank): Ballot(**json.loads(text)) for rank, text in verdict["came"].items()}
         if not verdict["missing"]:
-            self._forget([*keys.values(), decided])
+            self._forget([keys[self.rank], decided])
         self._hear()
         return Verdict(ballots, {int(rank): text for rank, text in verdict["missing"].items()}, verdict["gone"])
 
     def excuse(self, place: str, ballot: Ballot) -> None:
-        """Leaves a ballot at a place that this rank does not come to."""
-        if self._excuse:
-            self._store.delete_key(self._excuse)
-        self._excuse = f"{place}/{self.rank}"
-        self._write(self._excuse, json.dumps(asdict(ballot)))
+        """Leaves a ballot at a place that this rank does not come to. The last few stay there, for ranks that are some
+        calls behind."""
+        key = f"{place}/{self.rank}"
+        self._excuses.append(key)
+        self._write(key, json.dumps(asdict(ballot)))
+        if len(self._excuses) > KEPT_EXCUSES:
+            self._delete(self._excuses.popleft())
 
     def at(self, place: str) -> None:
         """Lets the others know where this rank is, should it not come back."""
         self._write(f"at/{self.rank}", place)
 
     def leave(self, reason: str) -> None:
-        """Tells the others not to wait for this rank any more."""
-        self._write(f"left/{self.rank}", reason)
-        self._write("left", "some")
+        """Tells the others not to wait for this rank any more. The first reason stays."""
+        if not self._left and self._process == os.getpid():  # a forked child is no rank, and shares the connection
+            self._left = True
+            self._write(f"left/{self.rank}", reason)
+            self._write("left", str(self.rank))
 
     def alone(self, reason: str) -> None:
         """Tells the others, who need not come, that this rank has waited for them in vain."""
@@ -212,16 +205,22 @@ class Agreement:
 
     def _write(self, key: str, text: str) -> None:
         try:
-            self._store.set(key, text)
+            # Errors of other programs may hold halves of characters, which no store takes.
+            self._store.set(key, text.encode(errors="backslashreplace").decode())
         except RuntimeError as error:  # whoever hosts the store is gone; there is something worse to tell
             logger.warning("rank %d cannot tell the others at %s: %s: %s", self.rank, key, text, error)
 
+    def _delete(self, key: str) -> None:
+        with suppress(RuntimeError):  # it is clean-up, and no reason to lose a verdict
+            self._store.delete_key(key)
+
     def _hear(self) -> None:
-        for rank in self.ranks:
-            text = None if rank == self.rank else self._read(f"alone/{rank}")
-            if text is not None and self._heard.get(rank) != text:  # it stays there for the others
-                self._heard[rank] = text
-                logger.warning("rank %d: %s", rank, text)
+        with suppress(RuntimeError):  # the verdict is there already
+            for rank in self.ranks:
+                text = None if rank == self.rank else self._read(f"alone/{rank}")
+                if text is not None and self._heard.get(rank) != text:  # it stays there for the others
+                    self._heard[rank] = text
+                    logger.warning("rank %d: %s", rank, text)
 
     def _has(self, *keys: str) -> bool:
         return bool(self._store.check(list(keys)))
@@ -232,44 +231,17 @@ class Agreement:
         text = str(self._store.compare_set(key, NOTHING, NOTHING).decode())
         return None if text == NOTHING else text
 
-    def _last_seen(self, rank: int) -> str:
+    def _last_seen(self, rank: int, in_time: bool) -> str:
         left = self._read(f"left/{rank}")
         if left is not None:
             return f"left: {left}"
         at = self._read(f"at/{rank}")
-        return f"did not come within {self.deadline:g} s" + ("" if at is None else f", seen last at {at}")
+        when = f"when rank {self._read('left')} had left" if in_time else f"within {self.deadline:g} s"
+        return f"did not come {when}" + ("" if at is None else f", seen last at {at}")
 
     def _forget(self, keys: list[str]) -> None:
-        """Has the first rank delete the meeting before: whoever came to this one has read that one's verdict."""
-        if self.rank == self.ranks[0]:
-            for key in self._past:
-                self._store.delete_key(key)
+        """Deletes what this rank has left at the meeting before, and its verdict: whoever came to this meeting has read
+        that one's."""
+        for key in self._past:
+            self._delete(key)
         self._past = keys
-
-
-def ranks_of(group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The ranks of a group, this process's own among them.
-
-    Raises:
-        ConfigurationError: torch.distributed is not initialized, the group is none, is gone or is without this rank, or
-            it has no backend for the device.
-    """
-    if not dist.is_initialized():
-        raise ConfigurationError("a group is given, but torch.distributed is not initialized: init_process_group()")
-    given: object = group
-    if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() returns to ranks that it leaves out
-        raise ConfigurationError(f"rank {dist.get_rank()} is not in the group; wrap on its ranks alone")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigurationError(f"group is a ProcessGroup of torch.distributed, not {type(group).__name__}")
-    rank = dist.get_rank()
-    try:
-        ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise ConfigurationError("this process knows no such group; it may be destroyed") from error
-    if rank not in ranks:
-        raise ConfigurationError(f"rank {rank} is not in the group of ranks {ranks}; wrap on those ranks alone")
-    try:
-        group._get_backend(device)
-    except RuntimeError as error:
-        raise ConfigurationError(f"the group has no backend for {device.type}: {error}") from error
-    return ranks

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from graphreplay.errors import CaptureError
+from graphreplay.hooks import BackendHooks
 from graphreplay.values import value_token
 
 MAX_CONTAINERS = 20_000
 """How many containers and objects a snapshot looks into."""
 
 _MISSING = object()
-_OPAQUE = (nn.Module, Tensor, torch.Generator, type, ModuleType, FunctionType, MethodType, Enum)
+_OPAQUE = (BackendHooks, nn.Module, Tensor, torch.Generator, type, ModuleType, FunctionType, MethodType, Enum)
 
 
 class StatefulForwardError(CaptureError):

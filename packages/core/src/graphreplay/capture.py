@@ -6,18 +6,18 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from graphreplay.attributes import attributes_kept
+from graphreplay.attributes import StatefulForwardError, attributes_kept
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
 from graphreplay.hostrandom import HostRandom
-from graphreplay.observe import Observer, Snapshot
+from graphreplay.observe import Observer, Recorder, Snapshot
 from graphreplay.opmode import where_raised
 from graphreplay.request import Request
 from graphreplay.state import GraphStore
@@ -26,6 +26,9 @@ from graphreplay.storage import storage_ids
 from graphreplay.together import Alone, Failure
 from graphreplay.tree import replace_tensors, tensors
 from graphreplay.weights import ModuleWatch
+
+_turn = threading.RLock()
+"""Held by a capture without peers: two at once would put back each other's random generators."""
 
 
 class _Here(threading.local):
@@ -66,17 +69,20 @@ def capturing_here() -> bool:
 
 
 @contextmanager
-def quiet_capture(device: torch.device) -> Iterator[None]:
+def quiet_capture(device: torch.device, *, alone: bool = True) -> Iterator[None]:
     """Keeps the rest of the process out of a capture, and the capture out of the rest of the process.
 
     Collection is held off, since a graph or tensor freed in the window breaks it; random generators end as they were,
     so that warm-up draws nothing that an eager call would not; the autocast weight cache is off, since it would hand
     memory of one graph to others. All of it is as before afterwards.
+
+    Args:
+        alone: whether no other rank waits for this capture, so that captures of other threads can.
     """
     caching = torch.is_autocast_cache_enabled()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # without devices it saves the CPU's generator alone
-    with torch.random.fork_rng(devices, device_type=kind), collector_hold:
+    with _turn if alone else nullcontext(), torch.random.fork_rng(devices, device_type=kind), collector_hold:
         _here.capturing = True
         torch.set_autocast_cache_enabled(False)
         try:
@@ -147,7 +153,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
         raise failure
     observer = _observer(store, kwargs, before)
     try:
-        with quiet_capture(store.device), watch.kept(()), observer.watching():
+        with quiet_capture(store.device, alone=ranks.alone), watch.kept(()), observer.watching():
             store.module(**kwargs)
     except CaptureError:
         pass  # the capture will say so
@@ -157,7 +163,9 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
 
 def _observer(store: GraphStore, kwargs: Any, snapshot: Snapshot) -> Observer:
     static = storage_ids(tensors(kwargs))
-    return Observer(store.device, static, snapshot, ranks=store.ranks, why_no_collectives=store.why_no_collectives)
+    return Observer(
+        store.device, static, snapshot, ranks=store.peers.ranks, why_no_collectives=store.why_no_collectives
+    )
 
 
 def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alone) -> Entry:
@@ -205,7 +213,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
         with body_error_wins(store._capture_context), attributes_kept(watch.modules), watch.kept(given):
             with store._warmup_stream():
                 first = "warm-up 1 under the host-sync probe"
-                with _Phase(first), ranks.forward(first), observer.watching(), store._sync_probe():
+                with _Phase(first), store._sync_probe(), ranks.forward(first), observer.watching():
                     forward()
                 for iteration in range(1, store.warmup_iters):
                     with _Phase(f"warm-up {iteration + 1}"), ranks.forward(f"warm-up {iteration + 1}"):
@@ -213,8 +221,15 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
             ranks.warmed_up()
             with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
                 graph, outputs = store._capture_graph(forward)
-    except BaseException:
-        ranks.settle(lambda: store.module(**replace_tensors(static, iter(given))))
+    except Exception as error:
+        if not ranks.alone:
+            with ExitStack() as kept:
+                kept.enter_context(suppress(StatefulForwardError))
+                kept.enter_context(attributes_kept(watch.modules))
+                kept.enter_context(watch.kept(given))
+                kept.enter_context(store._warmup_stream())
+                kept.enter_context(Recorder(storage_ids(given), before))
+                ranks.settle(error, lambda: store.module(**replace_tensors(static, iter(given))))
         raise
     finally:
         before.restore()
@@ -249,10 +264,20 @@ def _check_sources(outside: dict[int, Tensor], watch: ModuleWatch) -> None:
         if isinstance(tensor, Parameter):
             what += "that is a weight of a module which cannot be found from it; wrap the module itself"
             raise UnsupportedLeafError("forward", what)
-        # Held by the dict, by this loop and by the call alone, and so by nobody who outlives the forward.
-        if sys.getrefcount(tensor) <= 3:
+        if sys.getrefcount(tensor) <= _OURS:  # so nobody holds it who outlives the forward
             what += "that no torch operator of this thread made (but another thread, NumPy, a list of values)"
             raise UnsupportedLeafError("forward", what)
+
+
+def _references_of_ours() -> int:
+    """How many references to a tensor that nobody else holds the loop above sees; interpreters differ."""
+    outside = {0: object()}
+    for storage in outside:
+        tensor = outside[storage]
+    return sys.getrefcount(tensor)
+
+
+_OURS = _references_of_ours()
 
 
 def _check_devices(touched: Iterable[Tensor], device: torch.device) -> None:

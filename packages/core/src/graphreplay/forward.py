@@ -11,7 +11,6 @@ overrides the hooks in hooks.py and never repeats the road.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,22 +18,20 @@ from typing import Any, Literal
 
 import torch
 
-from graphreplay.abort import CollectiveAbort
-from graphreplay.agreement import Agreement, Ballot, ranks_of
 from graphreplay.ambient import ambient_state, eager_only
 from graphreplay.arguments import check_arguments, check_deadline, check_verify, parse_device
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
-from graphreplay.digest import key_digest
 from graphreplay.entry import Entry
 from graphreplay.errors import PositionalArgumentError, RankDisagreementError, UnsupportedLeafError
+from graphreplay.peers import peers_of
 from graphreplay.pool import GraphPool
 from graphreplay.request import BoundForward, CallOptions, Key, Replayed, Request, order_shows_below, variant_key
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore, free
 from graphreplay.stats import logger
 from graphreplay.storage import sharing_pattern, storage_ids
-from graphreplay.together import Alone, Failure, Together
+from graphreplay.together import Alone, Failure
 from graphreplay.tree import path_of
 from graphreplay.verify import EagerTwin
 
@@ -107,23 +104,19 @@ class GraphedForward(GraphStore):
         self.name = name or str(getattr(module, "__qualname__", type(module).__name__))
         self.warmup_iters = warmup_iters
         self.group = group
-        self.ranks = None if group is None else ranks_of(group, self.device)
-        check_verify(verify, self.ranks)
+        self.peers = peers_of(group, self.name, self.device, deadline)
+        check_verify(verify, self.peers.ranks)
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
-        self.pool.bind(self.device, self.ranks)
+        self.pool.bind(self.device, self.peers.ranks)
         self._capture_context = capture_context or nullcontext
         self._verify = verify
         self._nvtx = nvtx
         self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
-        self._calls = 0  # the same on all ranks of a group, so that it names their meetings
         self._open_store(max_entries, max_bytes)
-        self.agreement = None
-        if group is not None and self.ranks is not None and len(self.ranks) > 1:
-            self.agreement = Agreement.of_group(group, self.ranks, self.name, deadline)
-            weakref.finalize(self, self.agreement.leave, "its wrapper was dropped").atexit = False
-            if self.disabled_reason is not None:
-                self.agreement.leave(self.disabled_reason)
+        self.peers.forget(self)
+        if self.disabled_reason is not None:
+            self.peers.leave(self.disabled_reason)
 
     def _why_off(self, enabled: bool) -> str | None:
         if not enabled:
@@ -200,14 +193,13 @@ class GraphedForward(GraphStore):
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with body_error_wins(self._capture_context):
                 return self._eager(kwargs, "called inside another capture")
-        if self.agreement is not None and self.agreement.health.aborted is not None:
-            self.disable(f"the collectives of its group were aborted: {self.agreement.health.aborted}")
+        self.peers.check()
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
-        self._calls += 1
         request = self._request(kwargs, options)
+        call = self.peers.next_call()
         if isinstance(request, str):
-            self._excuse(request)
+            self.peers.excuse(call, request)
             return self._eager(kwargs, request)
         with self.pool.lock:
             self._take_turn()
@@ -219,12 +211,13 @@ class GraphedForward(GraphStore):
                 try:
                     result = self.module(**kwargs)
                 except BaseException as error:
-                    self._excuse(f"its forward raised {type(error).__name__}: {error}")
+                    self.peers.excuse(call, f"its forward raised {type(error).__name__}: {error}")
                     raise
                 # The forward may have called, disabled or closed this very wrapper.
                 if self.enabled and not self._closed and self._cache.get(request.key) is None:
-                    self._capture(request)
+                    self._capture(request, call)
                 return result
+        self.peers.excuse(call, answer)
         return self._eager(kwargs, answer)
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
@@ -318,7 +311,7 @@ class GraphedForward(GraphStore):
             self._stats.miss(changed or self._what_is_new(request.key))
         return reason
 
-    def _capture(self, request: Request) -> None:
+    def _capture(self, request: Request, call: str) -> None:
         """Adds a graph for the request. Never raises for a fault of the forward or the device: a request that cannot
         be keyed or copied is refused, and any other failure disables the wrapper, on all ranks alike.
 
@@ -326,33 +319,30 @@ class GraphedForward(GraphStore):
             RankDisagreementError: the ranks are out of step.
         """
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
-        ranks, entry, failure = self._ranks(request), None, None
+        ranks, entry, failure = self._ranks(request, call), None, None
         try:
-            with self._marked("capture"), quiet_capture(self.device):
+            with self._marked("capture"), quiet_capture(self.device, alone=ranks.alone):
                 entry = build_entry(self, request, watch, ranks)
         except Failure as error:
             failure = error
         except UnsupportedLeafError as error:
             failure = Failure("refuse", str(error))
         except RankDisagreementError as error:
-            self.disable(str(error))
+            self._break_off(ranks, str(error))
             raise
         except Exception as error:
             failure = Failure("disable", describe(error))
         except BaseException:
-            if self.agreement is not None:  # the others must not wait for this rank, which is out of step
-                ranks.break_off("this rank was interrupted in a capture")
-                self.disable("interrupted in a capture")
+            self._break_off(ranks, "this rank was interrupted in a capture")
             raise
         if entry is not None and (self._closed or self.disabled_reason is not None):
             failure = Failure("skip", "the forward has closed or disabled its wrapper")  # while it was captured
         try:
             failure = ranks.agree(failure)
-        except RankDisagreementError as error:
+        except BaseException as error:
             if entry is not None:
                 free(entry)
-            ranks.break_off(str(error))
-            self.disable(str(error))
+            self._break_off(ranks, str(error) or "this rank was interrupted after a capture")
             raise
         if failure is None:
             assert entry is not None
@@ -362,33 +352,23 @@ class GraphedForward(GraphStore):
                 free(entry)
             self._settle(failure, request)
 
+    def _break_off(self, ranks: Alone, reason: str) -> None:
+        """Gives up on ranks that are out of step."""
+        if not ranks.alone:
+            self._cache.clear()  # NCCL waits for the graphs that hold its collectives
+            ranks.break_off(reason)
+            self.disable(reason)
+
     def _settle(self, failure: Failure, request: Request) -> None:
         if failure.severity == "refuse":
             self._refuse(request.key, str(failure))
         elif failure.severity == "disable":
             self.disable(str(failure))
 
-    def _excuse(self, reason: str, what: str = "") -> None:
-        """Tells the other ranks, who may miss now, that this one does not."""
-        if self.agreement is not None:
-            self.agreement.excuse(f"call {self._calls}{what}/before", Ballot("", reason, "skip", "", "in step"))
-
-    def _ranks(self, request: Request, what: str = "") -> Alone:
+    def _ranks(self, request: Request, call: str) -> Alone:
         """Those who capture with this one."""
-        if self.agreement is None or self.group is None:
-            return Alone()
-        digest = key_digest(request.key, self.device)
         holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
-        place = f"call {self._calls}{what}"
-        abort = CollectiveAbort(self.group, self.device, self.agreement.deadline)
-
-        def break_off(reason: str) -> None:
-            self._cache.clear()  # NCCL waits for the graphs that hold its collectives
-            abort(reason)
-
-        return Together(
-            self.agreement, place, digest, holds, self.warmup_iters, captures_run=self.captures_run, break_off=break_off
-        )
+        return self.peers.together(call, request.key, holds, self.warmup_iters, captures_run=self.captures_run)
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1
@@ -417,15 +397,17 @@ class GraphedForward(GraphStore):
 
     def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         self._check_usable()
+        self.peers.check()
+        rehearsal = call = ""
         if capturing_here() or self._is_capturing():
             request: Request | str = "called inside another capture"
         else:
-            self._calls += 1
             request = self.disabled_reason or self._request(kwargs, options, ahead=True)
+            call = self.peers.next_call()
+            rehearsal = f"{call}, rehearsal"
         if isinstance(request, str):
-            self._excuse(request, ", rehearsal")
-            self._stats.miss(f"not prepared: {request}")
-            return False
+            self.peers.excuse(rehearsal, request)
+            return self._not_prepared(request)
         with self.pool.lock:
             self._take_turn()
             found = self._look_up(request)
@@ -435,19 +417,26 @@ class GraphedForward(GraphStore):
             if found is None:
                 attributes = AttributeSnapshot(self._watched().modules)
                 try:
-                    rehearse(self, request, self._watched(), self._ranks(request, ", rehearsal"))
+                    rehearse(self, request, self._watched(), self._ranks(request, rehearsal))
                 except Failure as failure:
                     self._settle(failure, request)
                 except BaseException as error:
-                    self._excuse(f"its forward raised {type(error).__name__}: {error}")
+                    self.peers.excuse(call, f"its forward raised {type(error).__name__}: {error}")
                     raise
                 else:
-                    self._capture(request)
+                    self._capture(request, call)
                 if self.disabled_reason is not None:
                     attributes.restore()  # what the rehearsal counted or stored in Python
+            if self._cache.get(request.key) is None:
+                why = found if isinstance(found, str) else self.disabled_reason or self._refused.get(request.key)
+                return self._not_prepared(why or "the capture was not kept")
             if options.pin:
                 self._cache.pin(request.key)
-            return self._cache.get(request.key) is not None
+            return True
+
+    def _not_prepared(self, reason: str) -> bool:
+        self._stats.miss(f"not prepared: {reason}")
+        return False
 
     def _unpin(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         return self._at_key(kwargs, options, self._cache.unpin)

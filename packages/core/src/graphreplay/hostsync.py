@@ -32,7 +32,6 @@ _UNTAGGED = frozenset(
         "aten::_linalg_check_errors",
         "aten::bincount",
         "aten::one_hot",
-        "aten::histc",
         "aten::to_sparse",
         "aten::_to_sparse",
     }
@@ -76,15 +75,22 @@ def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], de
         # One mask and one scalar make a masked fill, which needs no positions.
         is_fill = name != "aten::index" and len(masks) == 1 and len(args[1]) == 1 and args[2].dim() == 0
         return bool(masks) and not is_fill
+    if name == "aten::histc":  # which looks for the bounds itself if they are the same
+        low, high = (_value_of(op, args, kwargs, bound) for bound in ("min", "max"))
+        return bool(low == high)
     if name == "aten::repeat_interleave":
         return op._overloadname in ("Tensor", "self_Tensor") and kwargs.get("output_size") is None
-    if kwargs.get("check_errors") or _positional(op, args, "check_errors"):
+    if _value_of(op, args, kwargs, "check_errors"):
         return True
     return name in _UNTAGGED or any(tag in op.tags for tag in _TAGS)
 
 
-def _positional(op: OpOverload, args: tuple[Any, ...], name: str) -> Any:
-    return next((arg for arg, spec in zip(args, op._schema.arguments, strict=False) if spec.name == name), None)
+def _value_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """An argument, or its default; None if the operator has none of this name."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 class _Allowed(threading.local):
@@ -113,30 +119,48 @@ class SyncRefusal(OpMode):
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _allowed.here and syncing_op(op, args, kwargs, self.device_type):
-            raise host_sync(str(op))
-        return op(*args, **kwargs)
+            self.on_sync(str(op))
+        result = op(*args, **kwargs)
+        if any(tensor.is_nested for tensor in tensor_args((result,), {})):
+            self.on_sync(f"{op}, which makes a nested tensor with its sizes on the host,")
+        return result
+
+    def on_sync(self, what: str) -> None:
+        raise host_sync(what)
 
 
-class _MethodRefusal(TorchFunctionMode):
-    def __init__(self, device_type: str) -> None:
+class _SyncProbe(SyncRefusal):
+    """Lets the host wait, and keeps the error for the first time."""
+
+    found: HostSyncError | None = None
+
+    def on_sync(self, what: str) -> None:
+        self.found = self.found or host_sync(what)
+
+
+class _MethodProbe(TorchFunctionMode):
+    """Tells a probe of what does not come by the dispatcher."""
+
+    def __init__(self, probe: _SyncProbe) -> None:
         super().__init__()
-        self.device_type = device_type
+        self.probe = probe
+        self.device_type = probe.device_type
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         method = _METHODS.get(func)
         if method is not None and args[0].device.type == self.device_type:
-            raise host_sync(method)
+            self.probe.on_sync(method)
         if (
             func in _SPLITS
             and len(args) > 1
             and isinstance(args[1], Tensor)
             and args[1].device.type == self.device_type
         ):
-            raise host_sync("tensor_split() at positions in a tensor")
+            self.probe.on_sync("tensor_split() at positions in a tensor")
         if func in _FROM_DATA and any(self._in_list(data) for data in args[:2]):
-            raise host_sync(f"{func.__name__}() of a list of tensors")
+            self.probe.on_sync(f"{func.__name__}() of a list of tensors")
         return func(*args, **(kwargs or {}))
 
     def _in_list(self, data: Any) -> bool:
@@ -155,6 +179,17 @@ def host_sync(what: str) -> HostSyncError:
 
 @contextmanager
 def refuse_host_sync(device_type: str) -> Iterator[None]:
-    """Makes whatever would make the host wait for a device of this type raise HostSyncError, in the calling thread."""
-    with _MethodRefusal(device_type), SyncRefusal(device_type):
-        yield
+    """Raises HostSyncError if its body has made the host wait for a device of this type, in the calling thread.
+
+    It does so at the end: a forward that is cut short in the middle would leave its other ranks in their collectives.
+    """
+    probe = _SyncProbe(device_type)
+    try:
+        with _MethodProbe(probe), probe:
+            yield
+    except Exception as error:
+        if probe.found is not None:
+            raise probe.found from error  # what came later may come of it
+        raise
+    if probe.found is not None:
+        raise probe.found

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
 from graphreplay.errors import CaptureError
-from graphreplay.opmode import COLLECTIVES, OpMode, process_groups, tensor_args, uncompiled, written_args
+from graphreplay.hostsync import host_sync_allowed
+from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
 
 _SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is noticed
@@ -68,19 +70,73 @@ class Snapshot:
                 live.copy_(saved)
 
 
-class Observer(OpMode):
+class Recorder(OpMode):
     """Records what one forward reads and writes outside itself.
 
     Args:
-        device: where the forward computes.
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
-        ranks: those that run the forward's collectives together with this one; None: it may have none.
-        why_no_collectives: why it may have none at all.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
         written: ids of outside storages (static inputs included) that the forward wrote.
+    """
+
+    def __init__(self, static: Iterable[int], snapshot: Snapshot) -> None:
+        super().__init__()
+        self.outside: dict[int, Tensor] = {}
+        self.written: set[int] = set()
+        self._static = frozenset(static)
+        self._snapshot = snapshot
+        # Weak references: holding on to every intermediate would multiply the forward's memory, and a bare id would
+        # soon be that of another storage. A weak reference keeps the id from being given out again, not the bytes.
+        self._inside: dict[int, StorageWeakRef] = {}
+
+    def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._before_op(op, args, kwargs)
+        result = op(*args, **kwargs)
+        self._after_op(result)
+        return result
+
+    def _before_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
+            self._note_inside(args[0])
+        for tensor in _with_storage(tensor_args(args, kwargs)):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._inside and storage not in self._static:
+                self.outside.setdefault(storage, tensor)
+        for tensor in _with_storage(written_args(op, args, kwargs)):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._inside:
+                self.written.add(storage)
+                if storage not in self._static:
+                    self._snapshot.add(tensor)
+        for generator in kwargs.values():
+            if isinstance(generator, torch.Generator):
+                self._snapshot.add_generator(generator)
+
+    def _after_op(self, result: Any) -> None:
+        for tensor in _with_storage(tensor_args((result,), {})):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._static and storage not in self.outside:
+                self._note_inside(tensor)
+
+    def _note_inside(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._inside:
+            self._inside[storage._cdata] = StorageWeakRef(storage)
+
+
+class Observer(Recorder):
+    """Records, and refuses what no graph of this wrapper can do.
+
+    Args:
+        device: where the forward computes.
+        static, snapshot: see Recorder.
+        ranks: those that run the forward's collectives together with this one; None: it may have none.
+        why_no_collectives: why it may have none at all.
+
+    Attributes:
         repeatable: the forward left nothing behind but its outputs and static inputs: it wrote no other outside
             storage, drew no random numbers and ran no collective.
     """
@@ -94,18 +150,11 @@ class Observer(OpMode):
         ranks: list[int] | None = None,
         why_no_collectives: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(static, snapshot)
         self._ranks = ranks
         self._why_no_collectives = why_no_collectives
         self._device = device
-        self.outside: dict[int, Tensor] = {}
-        self.written: set[int] = set()
-        self.repeatable = True
-        self._static = frozenset(static)
-        self._snapshot = snapshot
-        # Weak references: holding on to every intermediate would multiply the forward's memory, and a bare id would
-        # soon be that of another storage. A weak reference keeps the id from being given out again, not the bytes.
-        self._inside: dict[int, StorageWeakRef] = {}
+        self._leaves_more = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -121,10 +170,16 @@ class Observer(OpMode):
             raise CaptureError(
                 "the forward seeds a random generator, which a replay would not do; seed it before the call"
             )
-        if any(
-            not torch.equal(state, generator.get_state()) for state, generator in zip(before, generators, strict=True)
-        ):
-            self.repeatable = False
+        with host_sync_allowed():  # this comparison is no part of the forward
+            same = [
+                torch.equal(state, generator.get_state()) for state, generator in zip(before, generators, strict=True)
+            ]
+        if not all(same):
+            self._leaves_more = True
+
+    @property
+    def repeatable(self) -> bool:
+        return not self._leaves_more and self.written <= self._static
 
     def _generators(self) -> list[torch.Generator]:
         if self._device.type == "cpu":
@@ -133,56 +188,38 @@ class Observer(OpMode):
         return [torch.default_generator, of_device[self._device.index]]
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
-            self._note_inside(args[0])
-        for tensor in _with_storage(tensor_args(args, kwargs)):
-            storage = tensor.untyped_storage()._cdata
-            if storage not in self._inside and storage not in self._static:
-                self.outside.setdefault(storage, tensor)
-        for tensor in _with_storage(written_args(op, args, kwargs)):
-            storage = tensor.untyped_storage()._cdata
-            if storage not in self._inside:
-                self.written.add(storage)
-                if storage not in self._static:
-                    self._snapshot.add(tensor)
-                    self.repeatable = False
+        self._before_op(op, args, kwargs)
         if op.namespace in COLLECTIVES:
-            self._check_group(args)
-        if op.namespace != "aten":
-            self.repeatable = False  # operators of others may do anything
-        for generator in kwargs.values():
-            if isinstance(generator, torch.Generator):
-                self._snapshot.add_generator(generator)
-                self.repeatable = False
+            self._check_group(op, args, kwargs)
+        # Operators of others may do anything, and a generator of the forward's own steps.
+        if op.namespace != "aten" or any(isinstance(value, torch.Generator) for value in kwargs.values()):
+            self._leaves_more = True
         result = op(*args, **kwargs)
         if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
             raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
-        for tensor in _with_storage(tensor_args((result,), {})):
-            storage = tensor.untyped_storage()._cdata
-            if storage not in self._static and storage not in self.outside:
-                self._note_inside(tensor)
+        self._after_op(result)
         return result
 
-    def _check_group(self, args: tuple[Any, ...]) -> None:
+    def _check_group(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses collectives of ranks that do not capture together, before they are issued: every rank does so."""
         if self._why_no_collectives is not None:
-            raise CaptureError(f"the forward runs collectives: {self._why_no_collectives}")
+            raise ForeignCollectiveError(f"the forward runs collectives: {self._why_no_collectives}")
         if torch.distributed.get_world_size() == 1:
             return
         if self._ranks is None:
-            raise CaptureError("the forward runs collectives; pass their group, so that its ranks capture together")
-        for group in process_groups(args):
+            raise ForeignCollectiveError(
+                "the forward runs collectives; pass group=, so that its ranks capture together"
+            )
+        groups = process_groups(args, kwargs)
+        if not groups and op is not torch.ops._c10d_functional.wait_tensor.default:
+            raise ForeignCollectiveError(f"the forward runs {op}, whose process group cannot be found")
+        for group in groups:
             ranks = torch.distributed.get_process_group_ranks(group)
             if not set(ranks) <= set(self._ranks):
-                raise CaptureError(
+                raise ForeignCollectiveError(
                     f"the forward runs collectives on the ranks {ranks}, and the group of its wrapper has "
                     f"{self._ranks}; pass a group of all ranks that it runs on"
                 )
-
-    def _note_inside(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._inside:
-            self._inside[storage._cdata] = StorageWeakRef(storage)
 
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""

@@ -17,29 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphreplay.collectives import written_by_collective
 from graphreplay.errors import CaptureError
-
-COLLECTIVES = ("c10d", "_c10d_functional")
-"""Namespaces of the operators of torch.distributed."""
-
-_INTO_FIRST = frozenset(
-    {
-        "allgather_",
-        "_allgather_base_",
-        "allgather_coalesced_",
-        "allgather_into_tensor_coalesced_",
-        "gather_",
-        "scatter_",
-        "reduce_scatter_",
-        "_reduce_scatter_base_",
-        "reduce_scatter_tensor_coalesced_",
-        "alltoall_",
-        "alltoall_base_",
-    }
-)
-"""Collectives that write their first argument alone; others write, or may write, all of them."""
-
-_ONLY_READ = frozenset({"send", "barrier", "monitored_barrier_"})
 
 _LIBRARIES = frozenset(
     {"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "graphreplay_taomate", "contextlib"}
@@ -129,8 +108,7 @@ def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     if op.namespace == "c10d":  # whose schemas say nothing
-        name = op._schema.name.removeprefix("c10d::")
-        yield from tensor_args(args[:1] if name in _INTO_FIRST else () if name in _ONLY_READ else args, {})
+        yield from tensor_args(written_by_collective(op, args), {})
     if named.get("training") or named.get("train") or named.get("use_input_stats"):
         yield from (t for t in (named.get("running_mean"), named.get("running_var")) if isinstance(t, Tensor))
 
@@ -161,9 +139,3 @@ def _is_library(frame: FrameType) -> bool:
 
 def _place(frame: FrameType, line: int) -> str:
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-
-
-def process_groups(args: tuple[Any, ...]) -> list[torch.distributed.ProcessGroup]:
-    """The process groups among an operator's arguments, where they come as script objects."""
-    boxed = (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
-    return [torch.distributed.ProcessGroup.unbox(arg) for arg in boxed]

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
+from graphreplay.collectives import COLLECTIVES, process_groups
 from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal
-from graphreplay.opmode import process_groups, tensor_args, uncompiled
+from graphreplay.opmode import tensor_args, uncompiled
 from graphreplay.storage import CopyPlan
 
 
@@ -114,7 +115,8 @@ class _Recorder(SyncRefusal):
                 self._made.add(storage._cdata)
                 fresh.append((position, storage))
                 self._graph.nbytes += storage.nbytes()
-        self._graph.groups.update(process_groups(args))
+        if op.namespace in COLLECTIVES:
+            self._graph.groups.update(process_groups(args, kwargs))
         self._graph.calls.append(_Call(op, recorded_args, recorded_kwargs, fresh))
         return result
 

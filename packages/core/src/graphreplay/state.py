@@ -10,12 +10,12 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
-from graphreplay.agreement import Agreement
 from graphreplay.cache import LRUCache
 from graphreplay.churn import ChurnGuard
 from graphreplay.entry import Entry
 from graphreplay.errors import ClosedError, ForkedError, NotCopyableError
 from graphreplay.hooks import BackendHooks
+from graphreplay.peers import NoPeers
 from graphreplay.request import Key
 from graphreplay.signature import Signature
 from graphreplay.stats import Stats, logger
@@ -39,11 +39,8 @@ class GraphStore(BackendHooks):
     disabled_reason: str | None
     """Why calls run eagerly from now on, or None."""
 
-    agreement: Agreement | None
-    """With the other ranks of its group, if it has any."""
-
-    ranks: list[int] | None
-    """All ranks of its group; None without a group."""
+    peers: NoPeers
+    """The other ranks of its group."""
 
     warmup_iters: int
     _capture_context: Callable[[], AbstractContextManager[Any]]
@@ -102,8 +99,7 @@ class GraphStore(BackendHooks):
             if self.disabled_reason is None:
                 self.disabled_reason = reason
                 logger.warning("%s captures no more: %s", self.name, reason)
-                if self.agreement is not None:
-                    self.agreement.leave(reason)
+                self.peers.leave(reason)
             self._drop_graphs()
 
     def reset(self) -> None:
@@ -114,8 +110,7 @@ class GraphStore(BackendHooks):
     def close(self) -> None:
         """Drops every graph; calls raise ClosedError from now on. Closing again does nothing."""
         with self.pool.lock:
-            if self.agreement is not None and not self._closed:
-                self.agreement.leave("it was closed")
+            self.peers.leave("it was closed")
             self._closed = True
             self._drop_graphs()
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from torch import distributed as dist
 from torch._ops import OpOverload
 
 from graphreplay.agreement import Agreement, Ballot, Verdict
+from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
 from graphreplay.errors import CaptureError, RankDisagreementError
-from graphreplay.opmode import COLLECTIVES, OpMode
+from graphreplay.opmode import OpMode
 from graphreplay.stats import logger
 
 WAITS_IN_VAIN = 3
@@ -35,6 +37,8 @@ class Failure(CaptureError):
 class Alone:
     """A capture that concerns this rank alone."""
 
+    alone = True
+
     def begin(self) -> None:
         """The inputs are ready; the forwards of warm-up and capture come next.
 
@@ -47,7 +51,7 @@ class Alone:
         """Surrounds one forward that runs collectives for real."""
         yield
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def settle(self, error: Exception, run: Callable[[], object]) -> None:
         """After a failure: runs the forwards that the other ranks expect, as far as collectives can be made up for."""
 
     def warmed_up(self) -> None:
@@ -68,7 +72,7 @@ class Alone:
         return failure
 
     def break_off(self, reason: str) -> None:
-        """Ends the collectives of ranks that are out of step."""
+        """Ends the collectives of ranks that are out of step. Wrappers with a group raise from now on."""
 
 
 class Together(Alone):
@@ -83,8 +87,11 @@ class Together(Alone):
         holds: what graphs this rank keeps, in words.
         warm_ups: how many there will be.
         captures_run: whether the capture runs collectives for real, as a warm-up does.
-        break_off: ends this rank's collectives under way, which may never end by themselves; given the reason.
+        break_off: ends this rank's collectives under way, which may never end by themselves; given the reason, and the
+            groups that ran some.
     """
+
+    alone = False
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class Together(Alone):
         warm_ups: int,
         *,
         captures_run: bool,
-        break_off: Callable[[str], None],
+        break_off: Callable[[str, set[dist.ProcessGroup]], None],
     ) -> None:
         self._agreement = agreement
         self._break_off = break_off
@@ -109,7 +116,6 @@ class Together(Alone):
         self._done = 0
         self._per_forward: int | None = None
         """Collectives of one forward, once one is through."""
-        self._phase = ""
         self._count = _CollectiveCount()
 
     def begin(self) -> None:
@@ -132,7 +138,7 @@ class Together(Alone):
 
     @contextmanager
     def forward(self, phase: str) -> Iterator[None]:
-        self._phase, self._count.issued = phase, 0
+        self._count.issued = 0
         self._agreement.at(f"{self._place}, {phase}")
         with self._count:
             yield
@@ -142,15 +148,19 @@ class Together(Alone):
     def _forward_is_through(self) -> None:
         self._done, self._count.issued = self._done + 1, 0
 
-    def settle(self, run: Callable[[], object]) -> None:
+    def settle(self, error: Exception, run: Callable[[], object]) -> None:
+        if isinstance(_root(error), ForeignCollectiveError):
+            return  # all ranks refuse it at the same place, and ranks that capture nothing would get its collectives
         if self._count.issued and self._count.issued == self._per_forward:
             self._forward_is_through()  # it failed behind its last collective
         # A forward that has issued some of its collectives cannot issue the rest: running it again would repeat them.
-        if self._next != "before" and self._settled is None and not self._count.issued:
+        if self._next == "before" or self._settled is not None or self._count.issued:
+            return
+        with suppress(Exception):  # the other ranks see by the count that it has failed again
             while self._done < self._forwards:
-                with suppress(Exception):  # what fails here has failed before
+                with self._count:
                     run()
-                self._done += 1
+                self._forward_is_through()
 
     def agree(self, failure: Failure | None) -> Failure | None:
         if self._settled is not None:
@@ -172,16 +182,16 @@ class Together(Alone):
         return self._judged(verdict)
 
     def break_off(self, reason: str) -> None:
-        self._break_off(reason)
+        self._break_off(reason, self._count.groups)
 
     def _meet(self, failure: Failure | None) -> Verdict:
         when = self._next
         self._agreement.at(f"{self._place}, {_SEEN[when]}")
         reason, severity = (None, "") if failure is None else (str(failure), failure.severity)
-        progress = f"{self._phase}, collective {self._count.issued}" if self._count.issued else "in step"
+        progress = f"{self._done} forwards and {self._count.issued} collectives"
         ballot = Ballot(self._digest, reason, severity, self._holds, progress)
         verdict = self._agreement.meet(f"{self._place}/{when}", ballot)
-        held = {rank: ballot.holds for rank, ballot in sorted(verdict.ballots.items())}
+        held = {rank: ballot.holds for rank, ballot in sorted(verdict.ballots.items()) if not ballot.excused}
         if when == "before" and len(set(held.values())) > 1:
             what = "; ".join(f"rank {rank}: {text}" for rank, text in held.items())
             logger.warning("the ranks do not keep the same graphs, and will wait for each other in vain: %s", what)
@@ -207,7 +217,16 @@ class _CollectiveCount(OpMode):
     def __init__(self) -> None:
         super().__init__()
         self.issued = 0
+        self.groups: set[dist.ProcessGroup] = set()
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.issued += op.namespace in COLLECTIVES  # before, since one that fails may have reached the others
+        if op.namespace in COLLECTIVES:
+            self.issued += 1  # before, since one that fails may have reached the others
+            self.groups.update(process_groups(args, kwargs))
         return op(*args, **kwargs)
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
