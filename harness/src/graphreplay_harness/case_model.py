@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 Shape = tuple[int, ...]
 ModuleFactory = Callable[[dist.ProcessGroup], nn.Module]
@@ -127,35 +127,3 @@ class Case:
 
     def entries_of(self, rank: int) -> int:
         return self.max_entries[rank] if self.max_entries else max(1, len(self.calls[rank]))
-
-
-class Alone(nn.Module):
-    """Two linear layers, no collectives."""
-
-    def __init__(self, group: dist.ProcessGroup, dim: int = 8) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def forward(self, *, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x).relu())
-        return out
-
-
-class Together(nn.Module):
-    """Two linear layers, after each of which every token takes in the mean of all tokens on all ranks. How many tokens
-    a rank has is its own business."""
-
-    between = "second"
-
-    def __init__(self, group: dist.ProcessGroup, dim: int = 8) -> None:
-        super().__init__()
-        self.group = group
-        self.first, self.second = nn.Linear(dim, dim), nn.Linear(dim, dim)
-
-    def forward(self, *, x: Tensor) -> Tensor:
-        return self._shared(self.second(self._shared(self.first(x)).relu()))
-
-    def _shared(self, x: Tensor) -> Tensor:
-        total = x.mean(1, keepdim=True)
-        dist.all_reduce(total, group=self.group)
-        return x + total

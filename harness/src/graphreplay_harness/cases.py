@@ -22,7 +22,8 @@ from torch import distributed as dist
 from torch import nn
 
 from graphreplay_harness.case_faults import combinations
-from graphreplay_harness.case_model import Alone, Case, Expected, Fault, Outcome, Place, Shape, Together
+from graphreplay_harness.case_model import Case, Expected, Fault, Outcome, Place, Shape
+from graphreplay_harness.case_modules import Plain, SharedMean
 from graphreplay_harness.case_runner import Report, Supervisor
 from graphreplay_harness.parallel import Block
 
@@ -119,13 +120,13 @@ def _case(name: str, world: int, fault: Fault, place: Place, ranks: tuple[int, .
             entries[rank] = 1
     return Case(
         name,
-        Together,
+        SharedMean,
         tuple(calls),
         outcomes(fault, place, ranks, world),
         fault=fault,
         place=place,
         ranks=ranks,
-        between=Together.between,
+        between=SharedMean.between,
         max_entries=tuple(entries),
     )
 
@@ -138,7 +139,7 @@ def selftest(world: int) -> list[Case]:
     def case(name: str, fault: Fault, expected: Expected, place: Place = Place.EAGER, deadline: float = 30) -> Case:
         return Case(
             f"selftest:{name}",
-            Alone,
+            Plain,
             ((A, A, B, A),) * world,
             tuple(expected if rank == last else graphed for rank in range(world)),
             fault=fault,
@@ -163,7 +164,7 @@ def selftest(world: int) -> list[Case]:
     ]
     if world > 1:
         cut_off = tuple(ends("error:InjectedFault") if rank == last else Expected(CUT_OFF) for rank in range(world))
-        cases.append(replace(cases[1], name="selftest:cut-off", module=Together, expected=cut_off))
+        cases.append(replace(cases[1], name="selftest:cut-off", module=SharedMean, expected=cut_off))
     for fault, place, ranks, reason in combinations(world):
         if fault in (Fault.RAISE, Fault.HOST_SYNC, Fault.MEMORY, Fault.DELAY) and ranks == (last,) and not reason:
             if place in (Place.BETWEEN, Place.EVICTION):  # there are no collectives, and room for all graphs
