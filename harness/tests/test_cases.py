@@ -10,6 +10,7 @@ import pytest
 from graphreplay_harness import cases
 from graphreplay_harness.case_faults import combinations, why_not
 from graphreplay_harness.case_model import Expected, Fault, Place
+from graphreplay_harness.case_runner import GRACE
 
 WORLD = 2
 
@@ -66,7 +67,7 @@ def test_outcomes_are_told_apart_and_other_ranks_go_on(well, name, expected):
 def test_a_hang_comes_with_the_stack_and_the_run_goes_on(well):
     report = well["selftest:hang", 1]
     assert "case_faults.py" in report["stack"].splitlines()[2]
-    assert 1000 <= report["milliseconds"] < 3000
+    assert 1000 * (1 + GRACE) <= report["milliseconds"] < 10_000  # its deadline is 1 s
     assert outcome(well, "none-at-last", 1) == "graphed"
 
 
