@@ -19,6 +19,8 @@ class Fault(StrEnum):
 
     NONE = "none"
     RAISE = "raise"
+    ALWAYS = "always"
+    """As RAISE, and again at each further time that a call comes by."""
     HOST_SYNC = "host-sync"
     MEMORY = "out-of-memory"
     DELAY = "delay"
@@ -33,7 +35,7 @@ class Fault(StrEnum):
 
 
 class Place(StrEnum):
-    """Where it goes wrong, once: at the first time that a call comes by."""
+    """Where it goes wrong: at the first time that a call comes by, and only then but for Fault.ALWAYS."""
 
     EAGER = "eager"
     """Before the call's own forward."""
@@ -47,6 +49,8 @@ class Place(StrEnum):
     """Between two collectives of a warm-up."""
     CAPTURE = "capture"
     """Inside the capture, before its forward."""
+    BETWEEN_IN_CAPTURE = "between-in-capture"
+    """Between two collectives of a capture that runs them."""
     INSTANTIATE = "instantiate"
     """When all of the forward is captured."""
     CONTEXT_EXIT = "context-exit"
@@ -115,8 +119,8 @@ class Case:
     """By rank; without any, as many as there are calls."""
     delay: float = 0.3
     """Seconds of Fault.DELAY."""
-    agree_within: float = 2.0
-    """The wrapper's own deadline, in seconds."""
+    agree_within: float = 20.0
+    """The wrapper's own deadline, in seconds. Short only where it has to pass: a rank of a busy machine may stall."""
     deadline: float = 30.0
     """Seconds from when a rank is ready to call until it has ended."""
 

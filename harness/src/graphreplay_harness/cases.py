@@ -43,6 +43,14 @@ BEHIND_THE_MEETING = (
 """Where the ranks have agreed to capture."""
 
 
+HEADS = 4
+"""Of the sequence-parallel block; its ranks share them."""
+
+TAKE_A_DEADLINE = (Fault.SHAPE, Fault.CAPACITY, Fault.DEATH)
+"""Faults that make a rank wait for others that do not come."""
+DEADLINE = 2.0
+"""The wrapper's own in those cases, in seconds."""
+
 ON_ULYSSES = (Fault.RAISE, Fault.CAPACITY)
 """Faults that the sequence-parallel block sees as well."""
 
@@ -76,7 +84,7 @@ def _outcomes(fault: Fault, place: Place, *, alone: bool) -> tuple[set[str], set
         return {INJECTED[fault]}, {Outcome.GRAPHED}
     if place is Place.REPLAY:  # it may have run half of its collectives
         return {INJECTED[fault]}, set(CUT_OFF)
-    if place is Place.BETWEEN and alone:
+    if alone and (place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE) or fault is Fault.ALWAYS):
         return {DISAGREEMENT}, {DISAGREEMENT}
     return {Outcome.DISABLED}, {Outcome.DISABLED}
 
@@ -87,26 +95,34 @@ def matrix(world: int, device_type: str = "cpu") -> tuple[list[Case], list[tuple
     for fault, place, ranks, reason in combinations(world):
         on = "all" if len(ranks) == world else str(ranks[0])
         name = f"{fault}:{place}:{on}"
-        if (
-            device_type != "cpu"
-            and reason is None
-            and CUT_OFF & set().union(*(e.outcomes for e in outcomes(fault, place, ranks, world)))
-        ):
-            reason = "nothing but the end of its process ends a collective on a GPU whose peer does not come"
+        if device_type != "cpu" and reason is None:
+            reason = _why_not_on_gpus(fault, place, ranks, world)
         if reason is not None:
             left_out.append((name, reason))
         else:
             cases.append(_case(name, world, fault, place, ranks))
+    if HEADS % world:
+        left_out.append(("ulysses:*", f"{HEADS} heads do not divide among {world} ranks"))
+        return cases, left_out
     # The same on a forward that people run; between its collectives there is no module to strike in.
     for case in tuple(cases):
-        if case.fault is Fault.NONE or (case.fault in ON_ULYSSES and case.place is not Place.BETWEEN):
+        if case.fault is Fault.NONE or (case.fault in ON_ULYSSES and not case.place.startswith(Place.BETWEEN)):
             cases.append(replace(case, name=f"ulysses:{case.name}", module=ulysses, between=""))
     return cases, left_out
 
 
+def _why_not_on_gpus(fault: Fault, place: Place, ranks: tuple[int, ...], world: int) -> str | None:
+    if place is Place.BETWEEN_IN_CAPTURE:
+        return "a capture of a GPU issues no collectives"
+    cut_off = any(CUT_OFF & expected.outcomes for expected in outcomes(fault, place, ranks, world))
+    if cut_off or (fault is Fault.ALWAYS and len(ranks) < world):
+        return "nothing but the end of its process ends a collective on a GPU whose peer does not come"
+    return None
+
+
 def ulysses(group: dist.ProcessGroup) -> nn.Module:
     """A transformer block over a sequence that the ranks share."""
-    return Block(8, 4, 16, group)
+    return Block(8, HEADS, 16, group)
 
 
 def _case(name: str, world: int, fault: Fault, place: Place, ranks: tuple[int, ...]) -> Case:
@@ -128,6 +144,7 @@ def _case(name: str, world: int, fault: Fault, place: Place, ranks: tuple[int, .
         ranks=ranks,
         between=SharedMean.between,
         max_entries=tuple(entries),
+        agree_within=DEADLINE if fault in TAKE_A_DEADLINE else Case.agree_within,
     )
 
 
@@ -167,7 +184,7 @@ def selftest(world: int) -> list[Case]:
         cases.append(replace(cases[1], name="selftest:cut-off", module=SharedMean, expected=cut_off))
     for fault, place, ranks, reason in combinations(world):
         if fault in (Fault.RAISE, Fault.HOST_SYNC, Fault.MEMORY, Fault.DELAY) and ranks == (last,) and not reason:
-            if place in (Place.BETWEEN, Place.EVICTION):  # there are no collectives, and room for all graphs
+            if place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE, Place.EVICTION):  # there are no collectives, and room for all graphs
                 continue
             if fault is Fault.DELAY:
                 expected = graphed
