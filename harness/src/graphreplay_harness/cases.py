@@ -11,6 +11,7 @@ Exit codes: 0, every rank of every case ended as expected; 1, one did not; 2, ba
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from graphreplay_harness.case_model import Case, Expected, Fault, Outcome, Place
 from graphreplay_harness.case_modules import Plain, SharedMean
 from graphreplay_harness.case_runner import Report, Supervisor
 from graphreplay_harness.parallel import Block
+from graphreplay_harness.rank_options import add_device, check_ranks, count_gpus
 
 A: Shape = (1, 6, 8)
 B: Shape = (1, 4, 8)
@@ -216,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="only these; * stands for anything")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu, with gloo)")
+    add_device(parser)
     parser.add_argument("--list", action="store_true", help="print the names, and what is left out and why, and exit")
     parser.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
@@ -230,8 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(*(case.name for case in cases), *(f"# {name}: {why}" for name, why in left_out), sep="\n")
         return 0
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun, or torch.distributed.run")
+    check_ranks(parser, given.device, _count_gpus_elsewhere)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a supervisor has started ends with it
     with Supervisor(given.device) as supervisor:
         failed = [case.name for case in cases if not _run(supervisor, case)]
@@ -239,6 +240,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank == 0:
         print(f"{len(cases) - len(failed)} cases ended as expected, {len(failed)} did not", *failed, file=sys.stderr)
     return 0 if ok else 1
+
+
+def _count_gpus_elsewhere() -> int:
+    """Counts them in a process of its own: each case is a fork of this one, which must not have set CUDA up."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(count_gpus()))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _run(supervisor: Supervisor, case: Case) -> bool:
