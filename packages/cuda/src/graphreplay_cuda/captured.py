@@ -37,7 +37,8 @@ class PoolState:
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
         if self.handle.graphs == 0 and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.empty_cache()
+            with driver.relaxed():  # other threads may capture meanwhile
+                torch.cuda.empty_cache()
 
 
 class CapturedForward:
