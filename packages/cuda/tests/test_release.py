@@ -66,6 +66,7 @@ def test_what_would_break_a_capture_waits(told, monkeypatch, capturing, blocked)
 
 
 def test_an_empty_pool_gives_its_memory_back_without_breaking_captures_of_other_threads(told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
     state = captured.PoolState.__new__(captured.PoolState)
@@ -74,5 +75,8 @@ def test_an_empty_pool_gives_its_memory_back_without_breaking_captures_of_other_
     state.release()
     assert told == []
     state.handle.graphs = 0
+    state.release()
+    assert told == ["relaxed", "emptied", "strict"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     state.release()
     assert told == ["relaxed", "emptied", "strict"]

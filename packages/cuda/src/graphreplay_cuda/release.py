@@ -48,8 +48,7 @@ def release(
 
 
 def free_deferred() -> None:
-    """Frees what could not be freed when it was let go. The log hears of errors: whoever comes by has no part in them.
-    """
+    """Frees what could not be freed when it was let go. Errors are logged: whoever comes by has no part in them."""
     for _ in range(len(_deferred)):
         try:
             is_blocked, free = _deferred.pop(0)
