@@ -186,7 +186,8 @@ def selftest(world: int) -> list[Case]:
         cases.append(replace(cases[1], name="selftest:cut-off", module=SharedMean, expected=cut_off))
     for fault, place, ranks, reason in combinations(world):
         if fault in (Fault.RAISE, Fault.HOST_SYNC, Fault.MEMORY, Fault.DELAY) and ranks == (last,) and not reason:
-            if place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE, Place.EVICTION):  # there are no collectives, and room for all graphs
+            # There are no collectives, and room for all graphs.
+            if place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE, Place.EVICTION):
                 continue
             if fault is Fault.DELAY:
                 expected = graphed
