@@ -14,13 +14,13 @@ import json, os, sys, time
 import torch
 import torch.distributed as dist
 from graphreplay import RankDisagreementError, get_graphed_forward_cls
-from graphreplay_harness.case_model import Together
+from graphreplay_harness.case_modules import SharedMean
 
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl")
 torch.manual_seed(0)
-first, second = (Together(dist.group.WORLD).cuda().eval() for _ in range(2))
+first, second = (SharedMean(dist.group.WORLD).cuda().eval() for _ in range(2))
 told = {"rank": rank}
 
 def fail(*_):

@@ -50,6 +50,22 @@ def test_lengths_are_the_same_on_all_ranks_and_all_occur():
 
 
 @pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        ({}, True),
+        ({"wrong": 1}, False),
+        ({"replays": 0}, False),
+        ({"disabled_reason": "no more"}, False),
+        ({"reserved_bytes_grown_in_second_half": 64 << 20}, True),
+        ({"reserved_bytes_grown_in_second_half": (64 << 20) + 1}, False),
+    ],
+)
+def test_what_is_right(change, right):
+    well = {"wrong": 0, "replays": 1, "disabled_reason": None, "reserved_bytes_grown_in_second_half": 0}
+    assert soak.is_right(well | change) is right
+
+
+@pytest.mark.parametrize(
     "arguments", [["--calls", "0"], ["--device", "tpu"], ["--ending", "never"], ["--ending", "exit"], []]
 )
 def test_bad_options_are_refused(arguments, monkeypatch, capsys):

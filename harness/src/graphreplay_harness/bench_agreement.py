@@ -8,11 +8,9 @@ collectives, so that a replay differs in nothing but the group.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from statistics import quantiles
 from typing import Any
 
 import torch
@@ -20,39 +18,46 @@ import torch.distributed as dist
 
 from graphreplay import get_graphed_forward_cls
 from graphreplay.peers import Peers
+from graphreplay_harness.bench_clock import interleave
 from graphreplay_harness.bench_options import parser, write
+from graphreplay_harness.bench_report import rounded, spread
 from graphreplay_harness.parallel import MLP
-from graphreplay_harness.soak import BACKENDS, own_device
+from graphreplay_harness.rank_options import BACKENDS, add_device, check_ranks, own_device
+
+MEETING, CAPTURE = "a meeting", "meetings of a capture"
+GROUPED, ALONE = "replay with a group", "replay without a group"
+
+REPLAYS = 20
+"""In a row, for one sample."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark with these arguments (None: the process's own); returns the exit code."""
     options = parser("bench_agreement", __doc__ or "", 30)
-    options.add_argument("--device", choices=tuple(BACKENDS), default="cpu", help="(default: cpu, with gloo)")
+    add_device(options)
     given = options.parse_args(argv)
-    if "RANK" not in os.environ:
-        options.error("start it with torchrun, or torch.distributed.run")
+    ranks = check_ranks(options, given.device)
+    if ranks < 2:
+        options.error("one rank has nobody to agree with; start two or more, with torchrun --nproc-per-node 2")
     device = own_device(given.device)
     dist.init_process_group(BACKENDS[device.type])
     with torch.inference_mode():
-        result = measure(device, given.repeats)
-    result["ranks"] = dist.get_world_size()
+        samples = measure(device, given.repeats)
     if dist.get_rank() == 0:
-        print(f"{result['ranks']} ranks, {given.repeats} samples each: median (quartiles), in microseconds")
-        for name in ("a meeting", "meetings of a capture", "replay with a group", "replay without a group"):
-            low, middle, high = quantiles(result[name], n=4)
-            print(f"{name:<24}{middle:10.1f} ({low:.1f} to {high:.1f})")
-        write(given.json, result)
+        print(f"{ranks} ranks, {given.repeats} samples each: median (quartiles), in microseconds")
+        for name, each in samples.items():
+            print(f"{name:<24}{spread(each)}")
+        write(given.json, rounded({"ranks": ranks, **samples}))
     dist.destroy_process_group()
     return 0
 
 
-def measure(device: torch.device, repeats: int) -> dict[str, Any]:
+def measure(device: torch.device, repeats: int) -> dict[str, list[float]]:
     """Times meetings, and replays in turns; all in microseconds."""
     module = MLP(64, 128).to(device).eval()
     cls = get_graphed_forward_cls(device)
     grouped, alone = (cls(module, device=device, group=group, max_entries=1) for group in (dist.group.WORLD, None))
-    assert isinstance(grouped.peers, Peers), "this needs at least two ranks"
+    assert isinstance(grouped.peers, Peers)  # there are other ranks
     agreement = grouped.peers.agreement
     meet, meetings = agreement.meet, []
 
@@ -64,30 +69,28 @@ def measure(device: torch.device, repeats: int) -> dict[str, Any]:
 
     agreement.meet = timed  # type: ignore[assignment, method-assign]
     inputs = [torch.randn(1, 2 + number, 64, device=device) for number in range(repeats)]
-    sums = []
+    captures = []
     for x in inputs:
         dist.barrier()  # what is measured is no wait for a rank that is late
         before = len(meetings)
         grouped(x=x)
-        sums.append(sum(meetings[before:]))
+        captures.append(sum(meetings[before:]))
     x = inputs[-1]
     alone(x=x)
-    replays: dict[Any, list[float]] = {grouped: [], alone: []}
-    for _ in range(repeats):
-        for wrapper, times in replays.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            for _ in range(20):
-                wrapper(x=x)
-            times.append(1e6 / 20 * (time.perf_counter() - start))
-    for wrapper in replays:
+    wrappers = {GROUPED: grouped, ALONE: alone}
+
+    def replay(name: str, _repeat: int) -> float:
+        wrapper = wrappers[name]
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(REPLAYS):
+            wrapper(x=x)
+        return 1e6 / REPLAYS * (time.perf_counter() - start)
+
+    replays = interleave(list(wrappers), repeats, replay)
+    for wrapper in wrappers.values():
         wrapper.close()
-    return {
-        "a meeting": meetings,
-        "meetings of a capture": sums,
-        "replay with a group": replays[grouped],
-        "replay without a group": replays[alone],
-    }
+    return {MEETING: meetings, CAPTURE: captures, **replays}
 
 
 def _synchronize(device: torch.device) -> None:

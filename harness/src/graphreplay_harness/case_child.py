@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import inspect
 import os
 import signal
 import sys
@@ -132,10 +131,14 @@ def _call(
 ) -> Ending:
     """Makes the calls until one raises, and closes the wrapper."""
     cls = faults.backend(get_graphed_forward_cls(seat.device_type))
-    options: dict[str, Any] = {"group": group if case.grouped else None, "max_entries": case.entries_of(seat.rank)}
-    if case.grouped and "deadline" in inspect.signature(cls.__init__).parameters:
-        options["deadline"] = case.agree_within
-    graphed = cls(module, device=seat.device, capture_context=faults.capture_context, **options)
+    graphed = cls(
+        module,
+        device=seat.device,
+        max_entries=case.entries_of(seat.rank),
+        group=group if case.grouped else None,
+        deadline=case.agree_within,
+        capture_context=faults.capture_context,
+    )
     was_on, error, wrong = graphed.enabled, None, ""
     try:
         for number, (x, want) in enumerate(calls):

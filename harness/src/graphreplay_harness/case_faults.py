@@ -27,6 +27,7 @@ PLACES = (
     Place.WARM_UP,
     Place.BETWEEN,
     Place.CAPTURE,
+    Place.BETWEEN_IN_CAPTURE,
     Place.INSTANTIATE,
     Place.CONTEXT_EXIT,
     Place.REPLAY,
@@ -36,11 +37,15 @@ PLACES = (
 """Those of the matrix."""
 
 FAULTS = (
-    Fault.RAISE, Fault.HOST_SYNC, Fault.MEMORY, Fault.DELAY, Fault.DEATH, Fault.SHAPE, Fault.CAPACITY,
+    Fault.RAISE, Fault.ALWAYS, Fault.HOST_SYNC, Fault.MEMORY, Fault.DELAY, Fault.DEATH, Fault.SHAPE, Fault.CAPACITY,
 )  # fmt: skip
 """Those of the matrix."""
 
+_ONLY_BETWEEN_IN_CAPTURE = (Fault.RAISE, Fault.MEMORY)
+"""The other faults are between collectives as well, of a warm-up."""
+
 _ONLY_AT: dict[Fault, tuple[frozenset[Place], str]] = {
+    Fault.ALWAYS: (frozenset({Place.WARM_UP}), "it is every forward from the first warm-up on that fails"),
     Fault.HOST_SYNC: (
         frozenset({Place.PROBE, Place.WARM_UP, Place.BETWEEN, Place.CAPTURE}),
         "only the probe and the capture mind who waits for the device",
@@ -62,6 +67,8 @@ def why_not(fault: Fault, place: Place, ranks: tuple[int, ...], world: int) -> s
     places, reason = _ONLY_AT.get(fault, (None, ""))
     if places is not None and place not in places:
         return reason
+    if place is Place.BETWEEN_IN_CAPTURE and fault not in _ONLY_BETWEEN_IN_CAPTURE:
+        return "between collectives a capture that runs them is like a warm-up"
     if len(ranks) == world:
         return "there are no other ranks" if world == 1 and fault in _NOT_ON_ALL else _NOT_ON_ALL.get(fault)
     return None
@@ -101,13 +108,13 @@ class Faults:
     def reach(self, place: Place) -> None:
         """A call has come to this place."""
         if self._waiting and place is self._case.place:
-            self._waiting, self.fired = False, True
+            self._waiting, self.fired = self._case.fault is Fault.ALWAYS, True
             self._happen()
 
     def _happen(self) -> None:
         what = f"injected {self._case.fault} at {self._case.place}"
         match self._case.fault:
-            case Fault.RAISE:
+            case Fault.RAISE | Fault.ALWAYS:
                 raise InjectedFault(what)
             case Fault.HOST_SYNC:
                 torch.ones((), device=self._device).item()
@@ -139,8 +146,8 @@ class Faults:
             self.reach(Place.CAPTURE if self._recording else Place.WARM_UP)
 
     def _between(self, *_: object) -> None:
-        if capture.capturing_here() and not self._recording:
-            self.reach(Place.BETWEEN)
+        if capture.capturing_here():
+            self.reach(Place.BETWEEN_IN_CAPTURE if self._recording else Place.BETWEEN)
 
     def _ended(self, _module: nn.Module, _args: object, output: Any) -> Any:
         return output + 1 if self._wrong else None

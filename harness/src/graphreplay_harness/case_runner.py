@@ -46,7 +46,7 @@ class Report:
     outcome: str
     reason: str
     milliseconds: float
-    """From when it was ready until it had ended."""
+    """From when it was ready until it had ended, or until its supervisor gave it up."""
     exit_milliseconds: float
     """From when it was told to leave until its process was gone."""
     expected: list[str]
@@ -174,8 +174,9 @@ def _supervise(case: Case, process: Any, child: Any) -> tuple[Ending, float]:
         return first, 0.0
     start = time.perf_counter()
     if not wait([child, process.sentinel], case.deadline + GRACE):
-        return Ending(Outcome.HANG, f"it did not end within {case.deadline:g} s"), 1000 * case.deadline
-    ending = _receive(child, process)
+        ending = Ending(Outcome.HANG, f"it did not end within {case.deadline:g} s")
+    else:
+        ending = _receive(child, process)
     return ending, 1000 * (time.perf_counter() - start)
 
 

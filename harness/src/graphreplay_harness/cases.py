@@ -11,6 +11,7 @@ Exit codes: 0, every rank of every case ended as expected; 1, one did not; 2, ba
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import sys
@@ -22,9 +23,11 @@ from torch import distributed as dist
 from torch import nn
 
 from graphreplay_harness.case_faults import combinations
-from graphreplay_harness.case_model import Alone, Case, Expected, Fault, Outcome, Place, Shape, Together
+from graphreplay_harness.case_model import Case, Expected, Fault, Outcome, Place, Shape
+from graphreplay_harness.case_modules import Plain, SharedMean
 from graphreplay_harness.case_runner import Report, Supervisor
 from graphreplay_harness.parallel import Block
+from graphreplay_harness.rank_options import add_device, check_ranks, count_gpus
 
 A: Shape = (1, 6, 8)
 B: Shape = (1, 4, 8)
@@ -41,6 +44,14 @@ BEHIND_THE_MEETING = (
 )  # fmt: skip
 """Where the ranks have agreed to capture."""
 
+
+HEADS = 4
+"""Of the sequence-parallel block; its ranks share them."""
+
+TAKE_A_DEADLINE = (Fault.SHAPE, Fault.CAPACITY, Fault.DEATH)
+"""Faults that make a rank wait for others that do not come."""
+DEADLINE = 2.0
+"""The wrapper's own in those cases, in seconds."""
 
 ON_ULYSSES = (Fault.RAISE, Fault.CAPACITY)
 """Faults that the sequence-parallel block sees as well."""
@@ -75,7 +86,7 @@ def _outcomes(fault: Fault, place: Place, *, alone: bool) -> tuple[set[str], set
         return {INJECTED[fault]}, {Outcome.GRAPHED}
     if place is Place.REPLAY:  # it may have run half of its collectives
         return {INJECTED[fault]}, set(CUT_OFF)
-    if place is Place.BETWEEN and alone:
+    if alone and (place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE) or fault is Fault.ALWAYS):
         return {DISAGREEMENT}, {DISAGREEMENT}
     return {Outcome.DISABLED}, {Outcome.DISABLED}
 
@@ -86,26 +97,34 @@ def matrix(world: int, device_type: str = "cpu") -> tuple[list[Case], list[tuple
     for fault, place, ranks, reason in combinations(world):
         on = "all" if len(ranks) == world else str(ranks[0])
         name = f"{fault}:{place}:{on}"
-        if (
-            device_type != "cpu"
-            and reason is None
-            and CUT_OFF & set().union(*(e.outcomes for e in outcomes(fault, place, ranks, world)))
-        ):
-            reason = "nothing but the end of its process ends a collective on a GPU whose peer does not come"
+        if device_type != "cpu" and reason is None:
+            reason = _why_not_on_gpus(fault, place, ranks, world)
         if reason is not None:
             left_out.append((name, reason))
         else:
             cases.append(_case(name, world, fault, place, ranks))
+    if HEADS % world:
+        left_out.append(("ulysses:*", f"{HEADS} heads do not divide among {world} ranks"))
+        return cases, left_out
     # The same on a forward that people run; between its collectives there is no module to strike in.
     for case in tuple(cases):
-        if case.fault is Fault.NONE or (case.fault in ON_ULYSSES and case.place is not Place.BETWEEN):
+        if case.fault is Fault.NONE or (case.fault in ON_ULYSSES and not case.place.startswith(Place.BETWEEN)):
             cases.append(replace(case, name=f"ulysses:{case.name}", module=ulysses, between=""))
     return cases, left_out
 
 
+def _why_not_on_gpus(fault: Fault, place: Place, ranks: tuple[int, ...], world: int) -> str | None:
+    if place is Place.BETWEEN_IN_CAPTURE:
+        return "a capture of a GPU issues no collectives"
+    cut_off = any(CUT_OFF & expected.outcomes for expected in outcomes(fault, place, ranks, world))
+    if cut_off or (fault is Fault.ALWAYS and len(ranks) < world):
+        return "nothing but the end of its process ends a collective on a GPU whose peer does not come"
+    return None
+
+
 def ulysses(group: dist.ProcessGroup) -> nn.Module:
     """A transformer block over a sequence that the ranks share."""
-    return Block(8, 4, 16, group)
+    return Block(8, HEADS, 16, group)
 
 
 def _case(name: str, world: int, fault: Fault, place: Place, ranks: tuple[int, ...]) -> Case:
@@ -119,14 +138,15 @@ def _case(name: str, world: int, fault: Fault, place: Place, ranks: tuple[int, .
             entries[rank] = 1
     return Case(
         name,
-        Together,
+        SharedMean,
         tuple(calls),
         outcomes(fault, place, ranks, world),
         fault=fault,
         place=place,
         ranks=ranks,
-        between=Together.between,
+        between=SharedMean.between,
         max_entries=tuple(entries),
+        agree_within=DEADLINE if fault in TAKE_A_DEADLINE else Case.agree_within,
     )
 
 
@@ -138,7 +158,7 @@ def selftest(world: int) -> list[Case]:
     def case(name: str, fault: Fault, expected: Expected, place: Place = Place.EAGER, deadline: float = 30) -> Case:
         return Case(
             f"selftest:{name}",
-            Alone,
+            Plain,
             ((A, A, B, A),) * world,
             tuple(expected if rank == last else graphed for rank in range(world)),
             fault=fault,
@@ -163,10 +183,11 @@ def selftest(world: int) -> list[Case]:
     ]
     if world > 1:
         cut_off = tuple(ends("error:InjectedFault") if rank == last else Expected(CUT_OFF) for rank in range(world))
-        cases.append(replace(cases[1], name="selftest:cut-off", module=Together, expected=cut_off))
+        cases.append(replace(cases[1], name="selftest:cut-off", module=SharedMean, expected=cut_off))
     for fault, place, ranks, reason in combinations(world):
         if fault in (Fault.RAISE, Fault.HOST_SYNC, Fault.MEMORY, Fault.DELAY) and ranks == (last,) and not reason:
-            if place in (Place.BETWEEN, Place.EVICTION):  # there are no collectives, and room for all graphs
+            # There are no collectives, and room for all graphs.
+            if place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE, Place.EVICTION):
                 continue
             if fault is Fault.DELAY:
                 expected = graphed
@@ -198,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="only these; * stands for anything")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu, with gloo)")
+    add_device(parser)
     parser.add_argument("--list", action="store_true", help="print the names, and what is left out and why, and exit")
     parser.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
@@ -212,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0:
             print(*(case.name for case in cases), *(f"# {name}: {why}" for name, why in left_out), sep="\n")
         return 0
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun, or torch.distributed.run")
+    check_ranks(parser, given.device, _count_gpus_elsewhere)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a supervisor has started ends with it
     with Supervisor(given.device) as supervisor:
         failed = [case.name for case in cases if not _run(supervisor, case)]
@@ -221,6 +241,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank == 0:
         print(f"{len(cases) - len(failed)} cases ended as expected, {len(failed)} did not", *failed, file=sys.stderr)
     return 0 if ok else 1
+
+
+def _count_gpus_elsewhere() -> int:
+    """Counts them in a process of its own: each case is a fork of this one, which must not have set CUDA up."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(count_gpus()))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
 
 
 def _run(supervisor: Supervisor, case: Case) -> bool:

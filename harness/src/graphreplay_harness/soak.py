@@ -6,14 +6,14 @@ Each rank holds a piece of a sequence and runs a transformer block with two all-
 eager collectives, the plain module's and others. At the end the wrapper is closed and the process group destroyed.
 Every rank prints a line of JSON.
 
-Exit codes: 0, all is right; 1, a result was wrong, or nothing was replayed; 2, bad options.
+Exit codes: 0, all is right; 1, a result was wrong, nothing was replayed, captures were given up, or a GPU's reserved
+memory grew by more than 64 MiB in the second half of the calls; 2, bad options.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -28,6 +28,7 @@ from torch import Tensor
 from graphreplay import GraphedForward, get_graphed_forward_cls
 from graphreplay_harness.bench_options import Progress, whole
 from graphreplay_harness.parallel import Block
+from graphreplay_harness.rank_options import BACKENDS, add_device, check_ranks, own_device
 
 DIM, HEADS, HIDDEN = 64, 8, 128
 SHORTEST = 4
@@ -36,7 +37,9 @@ STAY = 0.7
 """How likely a call has the shape of the call before."""
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-5}
 """The largest difference to be taken for rounding. On a GPU a library may choose other kernels in a capture."""
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+GROWTH_LIMIT = 64 << 20
+"""Bytes by which reserved memory may grow in the second half of the calls, when every shape has had its graph: some
+segments of the allocator."""
 ENDINGS = {"cpu": ("close", "destroy"), "cuda": ("close", "exit")}
 """By device type. NCCL waits for graphs before it lets a group be destroyed; a group of gloo that is left to the end of
 the interpreter brings the process down, with graphs or without."""
@@ -81,15 +84,6 @@ def soak(block: Block, graphed: GraphedForward, lengths: Sequence[int], progress
     }
 
 
-def own_device(device_type: str) -> torch.device:
-    """This rank's device, which becomes the current one."""
-    if device_type != "cuda":
-        return torch.device(device_type)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
-
-
 def _difference(got: Tensor, want: Tensor) -> float:
     return (got - want).abs().max().item() if got.shape == want.shape else float("inf")
 
@@ -101,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=tuple(BACKENDS), default="cpu", help="(default: cpu, with gloo)")
+    add_device(parser)
     parser.add_argument("--calls", type=whole(1), default=2000, help="(default: 2000)")
     parser.add_argument("--shapes", type=whole(1), default=12, help="how many shapes there are (default: 12)")
     parser.add_argument("--entries", type=whole(1), default=4, help="how many graphs are kept (default: 4)")
@@ -115,8 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.ending not in ENDINGS[given.device]:
         parser.error(f"--ending {given.ending} does not end on {given.device}: a group must not outlive its graphs")
-    if "RANK" not in os.environ:
-        parser.error("start it with torchrun, or torch.distributed.run")
+    ranks = check_ranks(parser, given.device)
+    if HEADS % ranks:
+        fitting = [str(count) for count in range(1, HEADS + 1) if HEADS % count == 0]
+        parser.error(
+            f"{ranks} ranks cannot share {HEADS} heads evenly; start {', '.join(fitting[:-1])} or {fitting[-1]}"
+        )
     device = own_device(given.device)
     dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=60))
     torch.manual_seed(0)
@@ -132,8 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["ending"], report["ended_at"] = given.ending, time.time()
     sys.stdout.write(json.dumps(report) + "\n")  # in one piece: the ranks share the output
     sys.stdout.flush()
-    right = report["wrong"] == 0 and report["replays"] > 0 and report["disabled_reason"] is None
-    return 0 if right else 1
+    return 0 if is_right(report) else 1
+
+
+def is_right(report: dict[str, Any]) -> bool:
+    """Whether a rank's report is of calls that all went well."""
+    return bool(
+        report["wrong"] == 0
+        and report["replays"] > 0
+        and report["disabled_reason"] is None
+        and report["reserved_bytes_grown_in_second_half"] <= GROWTH_LIMIT
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,65 @@ def test_a_pool_takes_one_capture_at_a_time():
     freed = []
     handle.leave(lambda: freed.append(handle.graphs))
     assert (freed, handle.graphs) == ([1], 0)
+
+
+class UnderWay:
+    """A capture that this thread, or another one, has begun, as far as a block looks at it."""
+
+    def __init__(self, *, here, abort=None):
+        self.thread = threading.get_ident() + (not here)
+        self.bodies = SimpleNamespace(open=[SimpleNamespace(kind="while")])
+        self.abort = abort
+
+
+def block(monkeypatch, under_way):
+    made = CUDAGraph()
+    monkeypatch.setattr(made, "capture_begin", lambda *_: setattr(made, "_capture", under_way))
+    return made, graph(made)
+
+
+def broken():
+    raise RuntimeError("the driver is gone\nand pages of advice")
+
+
+@pytest.mark.parametrize(
+    ("under_way", "note"),
+    [
+        (UnderWay(here=True, abort=lambda: ["cleaning up raised X"]), "and cleaning up raised X"),
+        (
+            UnderWay(here=True, abort=broken),
+            "and giving the capture up raised RuntimeError: the driver is gone",
+        ),
+        (
+            UnderWay(here=False),
+            "and giving the capture up raised GraphStateError: the end of a graph() block in another thread than "
+            "capture_begin(); a capture ends where it began",
+        ),
+    ],
+)
+def test_the_error_of_a_block_goes_on_with_what_went_wrong_behind_it(monkeypatch, under_way, note):
+    made, capture = block(monkeypatch, under_way)
+    own = ValueError("planned")
+    with pytest.raises(ValueError, match="planned") as raised, capture:
+        raise own
+    assert raised.value is own
+    assert own.__notes__ == [note]
+    assert made._capture is (None if under_way.thread == threading.get_ident() else under_way)
+
+
+def test_a_block_that_ends_in_another_thread_is_named(monkeypatch):
+    _, capture = block(monkeypatch, UnderWay(here=False))
+    message = r"^the end of a graph\(\) block in another thread than capture_begin"
+    with pytest.raises(GraphStateError, match=message), capture:
+        pass
+
+
+def test_a_body_that_a_block_leaves_open_is_named_with_what_went_wrong_behind_it(monkeypatch):
+    made, capture = block(monkeypatch, UnderWay(here=True, abort=lambda: ["cleaning up raised X"]))
+    with pytest.raises(GraphStateError, match="capture_end with an open while body") as raised, capture:
+        pass
+    assert raised.value.__notes__ == ["and cleaning up raised X"]
+    assert made._capture is None
 
 
 @no_gpu

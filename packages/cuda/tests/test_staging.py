@@ -8,8 +8,9 @@ import torch
 from cuda_health import assert_healthy
 
 import graphreplay
-from graphreplay_cuda import CUDAGraph, GraphStateError, graph
-from graphreplay_cuda.staging import _apart
+from graphreplay_cuda import CUDAGraph, GraphStateError, driver, graph
+from graphreplay_cuda.copynode import CopyNode, Launches
+from graphreplay_cuda.staging import Staging, _apart
 
 gpu = pytest.mark.cuda
 
@@ -26,6 +27,20 @@ def test_which_buffers_the_copy_node_can_write():
     assert _apart([base[:60], base[4:8], base[60:]]) == [2]
     assert _apart([base[::2], torch.zeros(1).expand(4), torch.zeros(0), torch.zeros(())]) == [2, 3]
     assert _apart([torch.zeros(4, dtype=torch.complex64).conj(), torch.zeros(2)]) == [1]
+
+
+@pytest.mark.parametrize("method", ["launch", "stage_and_launch"])
+def test_a_launch_of_a_graph_that_is_gone_changes_nothing(method, monkeypatch):
+    monkeypatch.setattr(driver.thread, "has_context", True)
+    buffer, staging = torch.zeros(4), Staging.__new__(Staging)
+    staging._node, staging._table = CopyNode.__new__(CopyNode), None
+    staging._node.launches = Launches(torch.device("cpu"))
+    staging._node.close("on a graph that is gone")
+    staging._static, staging._by_node, staging._rest = [buffer], [], [0]  # it would be written by copy_
+    with pytest.raises(GraphStateError, match=r"^stage_and_launch on a graph that is gone$"):
+        getattr(staging, method)([torch.ones(4)])
+    assert buffer.tolist() == [0.0] * 4
+    assert staging._node.launches._last is None
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -356,6 +371,19 @@ def test_staging_of_a_graph_that_was_reset_is_refused():
         staging.launch(inputs)
     made.stage_and_launch(static, inputs)
     assert y.unique().tolist() == [2.0]
+
+
+@gpu
+def test_buffers_of_a_graph_that_was_reset_stay_as_they_are():
+    base = torch.zeros(64, device="cuda")
+    static = [base[:8], base[4:12]]  # these are written by copy_
+    made, _ = passing_on(static)
+    staging, inputs = made.staging(static), [torch.ones(8, device="cuda")] * 2
+    made.reset()
+    for launch in (staging.launch, staging.stage_and_launch):
+        with pytest.raises(GraphStateError, match="a graph that was reset"):
+            launch(inputs)
+    assert base.count_nonzero().item() == 0
 
 
 @gpu

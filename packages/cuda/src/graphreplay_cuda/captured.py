@@ -36,8 +36,11 @@ class PoolState:
 
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
+        if not torch.cuda.is_initialized():  # in a forked child
+            return
         if self.handle.graphs == 0 and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.empty_cache()
+            with driver.relaxed():  # other threads may capture meanwhile
+                torch.cuda.empty_cache()
 
 
 class CapturedForward:
@@ -69,5 +72,6 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
         before = torch.cuda.memory_reserved(pool.device)
         outputs = forward()
         grown = torch.cuda.memory_reserved(pool.device) - before
-    # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds.
+    # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds. Other threads'
+    # growth is in it too: torch tells what a pool holds only by a snapshot, which walks and copies all of its blocks.
     return CapturedForward(captured, max(0, grown)), outputs

@@ -9,6 +9,9 @@ from graphreplay_cuda.arguments import require_device
 from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.pools import PoolHandle
+from graphreplay_cuda.release import first_line
+
+_BLOCK_END = "the end of a graph() block"
 
 
 class graph:  # a function in all but name; frames of a generator would keep an error, and its tensors, alive
@@ -40,15 +43,24 @@ class graph:  # a function in all but name; frames of a generator would keep an 
         if error is None:
             self._end()
         else:
-            for trouble in self._graph._give_up():
-                error.add_note(f"and {trouble}")
+            self._give_up(error)
 
     def _end(self) -> None:
+        self._graph._capturing(_BLOCK_END)
         try:
             self._graph.capture_end()
-        except GraphStateError:  # a body was left open; the block is over, so nobody can end it
-            self._graph._give_up()
+        except GraphStateError as error:  # a body was left open; the block is over, so nobody can end it
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Gives the capture up. What goes wrong with that is a note to the error that led here, which goes on."""
+        try:
+            troubles = self._graph._give_up(_BLOCK_END)
+        except Exception as failure:
+            troubles = [f"giving the capture up raised {type(failure).__name__}: {first_line(failure)}"]
+        for trouble in troubles:
+            error.add_note(f"and {trouble}")
 
 
 def graph_pool_handle() -> PoolHandle:

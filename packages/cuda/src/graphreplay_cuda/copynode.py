@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from struct import Struct
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +104,7 @@ class CopyNode:
         self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
         self.loaded = False
         """Whether the next launch would copy what the latest one did."""
+        self._closed = ""
         try:
             with torch.cuda.device(launches.device), driver.relaxed():
                 self._nothing = Table(launches.device.index, ())
@@ -125,12 +126,17 @@ class CopyNode:
             self.loaded = False
 
     def close(self, why: str) -> None:
-        """Refuses launches from now on."""
+        """Has ``check`` refuse launches from now on."""
+        self._closed = why
 
-        def refuse(*_: Any) -> NoReturn:
-            raise GraphStateError(f"stage_and_launch {why}")
+    def check(self) -> None:
+        """Comes before whatever a launch changes.
 
-        self.set_params = refuse
+        Raises:
+            GraphStateError: the graph is gone.
+        """
+        if self._closed:
+            raise GraphStateError(f"stage_and_launch {self._closed}")
 
 
 def _close_in_child() -> None:

@@ -128,7 +128,7 @@ class CUDAGraph(ConditionalNodes):
         Waits for replays in flight. Inside someone else's capture the graph is freed after it. May be called at any
         time and again.
         """
-        for trouble in self._give_up():
+        for trouble in self._give_up("reset"):
             warnings.warn(trouble, GraphReplayWarning, stacklevel=2)
         with self._launches.lock:
             graph, self._graph = self._graph, None
@@ -256,11 +256,15 @@ class CUDAGraph(ConditionalNodes):
             pass
         driver.write_dot(graph.raw_cuda_graph(), os.fspath(path), verbose=self._verbose)
 
-    def _give_up(self) -> list[str]:
-        """Gives up the capture under way, if any. Returns what went wrong with that."""
+    def _give_up(self, what: str) -> list[str]:
+        """Gives up the capture under way, if any, for ``what`` the user does. Returns what went wrong with that.
+
+        Raises:
+            GraphStateError: it is under way in another thread.
+        """
         if self._capture is None:
             return []
-        capture = self._capturing("reset")
+        capture = self._capturing(what)
         self._capture = None
         return capture.abort()
 

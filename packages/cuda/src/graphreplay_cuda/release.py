@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 
+from graphreplay.stats import logger
 from graphreplay_cuda import driver
 from graphreplay_cuda.current import is_capturing_here
 
@@ -29,17 +30,25 @@ def release(
     Args:
         process: the id of the process that captured it.
         is_blocked: whether its replays cannot be waited for.
+
+    Raises:
+        RuntimeError: freeing it now failed.
     """
     if process != os.getpid():
         _kept_graphs.append(graph)  # a forked child has no device to free it on; torch would print that
         return
-    _deferred.append((is_blocked, free))
-    if not is_capturing_here():
-        free_deferred()
+    if is_capturing_here():
+        _deferred.append((is_blocked, free))
+        return
+    free_deferred()
+    if is_blocked():
+        _deferred.append((is_blocked, free))
+    else:
+        _free(free)
 
 
 def free_deferred() -> None:
-    """Frees what could not be freed when it was let go."""
+    """Frees what could not be freed when it was let go. Errors are logged: whoever comes by has no part in them."""
     for _ in range(len(_deferred)):
         try:
             is_blocked, free = _deferred.pop(0)
@@ -47,9 +56,16 @@ def free_deferred() -> None:
             return
         if is_blocked():
             _deferred.append((is_blocked, free))
-        else:
-            with driver.relaxed():  # other threads may capture meanwhile
-                free()
+            continue
+        try:
+            _free(free)
+        except Exception as error:
+            logger.warning("a graph could not be freed: %s: %s", type(error).__name__, first_line(error))
+
+
+def _free(free: Callable[[], None]) -> None:
+    with driver.relaxed():  # other threads may capture meanwhile
+        free()
 
 
 def mend(graph: torch.cuda.CUDAGraph, device: torch.device, number: tuple[int, int]) -> list[str]:

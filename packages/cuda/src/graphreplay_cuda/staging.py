@@ -87,6 +87,7 @@ class Staging:
         launches = self._node.launches
         # In inference mode, since buffers made there may be written nowhere else.
         with torch.inference_mode(), launches.lock:
+            self._node.check()
             launches.refuse_capture("stage_and_launch")
             self.launch(self._plain(inputs))
 
@@ -98,6 +99,7 @@ class Staging:
             driver.ensure_context()
         node, table = self._node, self._table
         with node.launches.lock:
+            node.check()
             node.launches.take_turn()
             if self._rest:
                 for position in self._rest:

@@ -1,0 +1,82 @@
+"""Letting go of graphs, without a device: what is freed when, and where an error goes."""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from graphreplay_cuda import captured, driver, release
+from graphreplay_cuda.pools import PoolHandle
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What happens, in order. No capture is under way."""
+    told = []
+
+    @contextmanager
+    def relaxed():
+        told.append("relaxed")
+        try:
+            yield
+        finally:
+            told.append("strict")
+
+    monkeypatch.setattr(driver, "relaxed", relaxed)
+    monkeypatch.setattr(release, "is_capturing_here", lambda: False)
+    monkeypatch.setattr(release, "_deferred", [])
+    return told
+
+
+def failing():
+    raise torch.AcceleratorError("CUDA error: the device is gone\nCompile with advice")
+
+
+def test_a_deferred_graph_that_cannot_be_freed_is_logged_and_the_others_go(told, caplog):
+    waiting = (lambda: True, lambda: told.append("too early"))
+    release._deferred += [(lambda: False, failing), waiting, (lambda: False, lambda: told.append("freed"))]
+    release.free_deferred()
+    assert told[-3:] == ["relaxed", "freed", "strict"]
+    assert release._deferred == [waiting]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a graph could not be freed: AcceleratorError: CUDA error: the device is gone"
+    ]
+    assert caplog.records[0].name == "graphreplay"
+
+
+def test_an_error_of_the_graph_itself_is_the_callers(told, caplog):
+    release._deferred.append((lambda: False, lambda: told.append("the one before")))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        release.release(None, os.getpid(), lambda: False, failing)
+    assert told[:3] == ["relaxed", "the one before", "strict"]
+    assert (release._deferred, caplog.records) == ([], [])
+
+
+@pytest.mark.parametrize(("capturing", "blocked"), [(True, False), (False, True)])
+def test_what_would_break_a_capture_waits(told, monkeypatch, capturing, blocked):
+    now = {"capturing": capturing, "blocked": blocked}
+    monkeypatch.setattr(release, "is_capturing_here", lambda: now["capturing"])
+    release.release(None, os.getpid(), lambda: now["blocked"], lambda: told.append("freed"))
+    assert told == []
+    now.update(capturing=False, blocked=False)
+    release.free_deferred()
+    assert told == ["relaxed", "freed", "strict"]
+    assert release._deferred == []
+
+
+def test_an_empty_pool_gives_its_memory_back_without_breaking_captures_of_other_threads(told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
+    state = captured.PoolState.__new__(captured.PoolState)
+    state.handle = PoolHandle((0, 7))
+    state.handle.graphs = 1
+    state.release()
+    assert told == []
+    state.handle.graphs = 0
+    state.release()
+    assert told == ["relaxed", "emptied", "strict"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    state.release()
+    assert told == ["relaxed", "emptied", "strict"]
