@@ -24,7 +24,7 @@ def parser(prog: str, description: str, repeats: int) -> argparse.ArgumentParser
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--repeats", type=whole(1), default=repeats, help=f"samples of each (default: {repeats})")
-    made.add_argument("--json", type=_writable, metavar="FILE", help="writes all numbers there")
+    made.add_argument("--json", type=writable, metavar="FILE", help="writes all numbers there")
     return made
 
 
@@ -76,7 +76,8 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
         path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def _writable(text: str) -> Path:
+def writable(text: str) -> Path:
+    """A parser of names of files to be written."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():  # to be told now, and not after minutes of measuring
         raise argparse.ArgumentTypeError(f"cannot write {text}: it is a folder, or in none")
