@@ -21,10 +21,6 @@ from graphreplay_harness.zoo_visit import Outcome, visit
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 CPU = torch.device("cpu")
 
-# Strict: once the core refuses nested tensors inside of forwards, this has to go.
-NESTED = pytest.mark.xfail(reason="a recorded graph keeps the sizes of nested tensors", strict=True)
-
-
 @pytest.fixture(autouse=True)
 def graphs_on(monkeypatch):
     monkeypatch.delenv("GRAPHREPLAY_DISABLE", raising=False)
@@ -48,9 +44,7 @@ def linear(**changes):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NESTED if name == "transformer-encoder-nested" else ()) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_model_is_as_declared_and_equals_eager(name):
     outcome = visit(MODELS[name], CPU)
     if outcome.outcome == "skipped":

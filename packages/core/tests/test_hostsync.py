@@ -8,6 +8,9 @@ from graphreplay.hostsync import refuse_host_sync
 from graphreplay.testing.zoo import rows
 
 SYNCING = {
+    "histc": lambda x: torch.histc(x, bins=4),
+    "histc_of_one_bound": lambda x: torch.histc(x, bins=4, min=1, max=1),
+    "nested": lambda x: torch._nested_tensor_from_mask(x[None], torch.ones(1, len(x), dtype=torch.bool)),
     "item": lambda x: x[0, 0].item(),
     "int": lambda x: int(x[0, 0]),
     "bool": lambda x: bool(x[0, 0]),
@@ -47,6 +50,7 @@ SYNCING = {
     "slice_end": lambda x: x[: x[0].argmax()],
 }
 QUIET = {
+    "histc_between_bounds": lambda x: torch.histc(x, bins=4, min=-1, max=1),
     "where_of_three": lambda x: torch.where(x > 0, x, 0.0),
     "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
     "masked_scalar_write": lambda x: x.clone().__setitem__(x > 0, 1.0),
@@ -73,6 +77,7 @@ def mode(request):
     return request.param
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("name", SYNCING)
 def test_refused(name, mode):
     with mode():
