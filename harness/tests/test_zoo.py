@@ -21,6 +21,7 @@ from graphreplay_harness.zoo_visit import Outcome, visit
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 CPU = torch.device("cpu")
 
+
 @pytest.fixture(autouse=True)
 def graphs_on(monkeypatch):
     monkeypatch.delenv("GRAPHREPLAY_DISABLE", raising=False)

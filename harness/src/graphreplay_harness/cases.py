@@ -86,7 +86,9 @@ def _outcomes(fault: Fault, place: Place, *, alone: bool) -> tuple[set[str], set
         return {INJECTED[fault]}, {Outcome.GRAPHED}
     if place is Place.REPLAY:  # it may have run half of its collectives
         return {INJECTED[fault]}, set(CUT_OFF)
-    if alone and (place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE) or fault is Fault.ALWAYS):
+    # A forward that waits for the device is let to its end, all collectives included.
+    cut_short = place in (Place.BETWEEN, Place.BETWEEN_IN_CAPTURE) and fault is not Fault.HOST_SYNC
+    if alone and (cut_short or fault is Fault.ALWAYS):
         return {DISAGREEMENT}, {DISAGREEMENT}
     return {Outcome.DISABLED}, {Outcome.DISABLED}
 
@@ -117,7 +119,7 @@ def _why_not_on_gpus(fault: Fault, place: Place, ranks: tuple[int, ...], world: 
     if place is Place.BETWEEN_IN_CAPTURE:
         return "a capture of a GPU issues no collectives"
     cut_off = any(CUT_OFF & expected.outcomes for expected in outcomes(fault, place, ranks, world))
-    if cut_off or (fault is Fault.ALWAYS and len(ranks) < world):
+    if cut_off:
         return "nothing but the end of its process ends a collective on a GPU whose peer does not come"
     return None
 

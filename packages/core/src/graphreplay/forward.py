@@ -59,7 +59,8 @@ class GraphedForward(GraphStore):
         warmup_iters: forwards before a capture, at least 1; the first one runs under the host-sync probe.
         group: the process group whose collectives the forward runs. Its ranks build the wrapper alike and call it in
             the same order; they capture a shape together or not at all, over the store of torch.distributed.
-        deadline: seconds that the ranks of a group wait for each other before and after a capture.
+        deadline: seconds that the ranks of a group wait for each other at each meeting of a capture: before its
+            warm-up, before the capture itself, and after it.
         name: how logs and errors call this wrapper; the module's class by default.
         enabled: False makes every call a plain forward.
         capture_context: makes a context manager that surrounds warm-up and capture, to put the module into a state

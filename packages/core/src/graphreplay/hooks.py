@@ -41,7 +41,7 @@ class BackendHooks:
 
     def _graphs_supported(self) -> str | None:
         """Why this device cannot capture, or None if it can."""
-        return "the base class has no backend; take the class from get_graphed_forward_cls(device)"
+        return 'no backend serves this machine; get_graphed_forward_cls("cpu") is the reference backend for CPUs'
 
     def _warmup_stream(self) -> AbstractContextManager[None]:
         """Runs its body where captures run, ordered after the work before it and before the work after it."""
