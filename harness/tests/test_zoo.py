@@ -55,7 +55,7 @@ def test_model_is_as_declared_and_equals_eager(name):
 
 
 def test_page_lists_these_models_with_these_outcomes():
-    declared = [Outcome(model, model.expected) for model in MODELS.values()]
+    declared = [Outcome(model, model.expected("cpu")) for model in MODELS.values()]
     assert PAGE.read_text(encoding="utf-8") == markdown(declared)
 
 
@@ -97,7 +97,7 @@ def test_an_outcome_that_is_not_declared_is_a_fault(use_class):
     assert visit(linear(eager="waits"), CPU).faults == ["graphed and not eager, as declared: "]
     use_class(GraphedForward)
     (fault,) = visit(linear(), CPU).faults
-    assert fault.startswith("eager and not graphed, as declared: the base class")
+    assert fault.startswith("eager and not graphed, as declared: no backend serves")
     (fault,) = visit(linear(eager="waits"), CPU).faults
     assert fault.startswith("eager for another reason than 'waits': the base class")
 

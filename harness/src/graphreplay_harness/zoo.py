@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(_visit(model, torch.device(given.device)))
     progress("done")
     print(table(outcomes))
-    bench_options.write(given.json, {"torch": torch.__version__, "device": given.device, "models": as_json(outcomes)})
+    bench_options.write(
+        given.json, {"torch": torch.__version__, "device": given.device, "models": as_json(outcomes, given.device)}
+    )
     if given.markdown:
         given.markdown.write_text(markdown(outcomes), encoding="utf-8")
     return 1 if any(outcome.faults for outcome in outcomes) else 0

@@ -28,10 +28,15 @@ class Model:
     """What a reader should know of the call or the reason, for the table."""
     training: bool = False
     """Called in training mode, without gradients."""
+    eager_on_gpus: str = ""
+    """A part of the reason on a GPU, if it is another one there, or if it runs eagerly there alone."""
 
-    @property
-    def expected(self) -> str:
-        return "eager" if self.eager else "graphed"
+    def why_eager(self, device_type: str) -> str:
+        """A part of the reason why it runs eagerly there; empty: it graphs."""
+        return self.eager if device_type == "cpu" else self.eager_on_gpus or self.eager
+
+    def expected(self, device_type: str) -> str:
+        return "eager" if self.why_eager(device_type) else "graphed"
 
 
 class Method(nn.Module):

@@ -109,7 +109,16 @@ TEXT = (
         _SHAPES,
         "DynamicCache",
         "a mask as above, but the result holds a cache, an object that graphreplay does not know",
+        eager_on_gpus="lift_fresh",
     ),
-    Model("qwen3-moe", "transformers Qwen3MoeModel", _qwen3_moe, _decoder, _SHAPES, note=_CACHELESS),
+    Model(
+        "qwen3-moe",
+        "transformers Qwen3MoeModel",
+        _qwen3_moe,
+        _decoder,
+        _SHAPES,
+        eager_on_gpus="in _grouped_mm",
+        note=f"{_CACHELESS}; on a GPU, in float32, its grouped products copy from the host",
+    ),
     Model("gpt2", "transformers GPT2LMHeadModel", _gpt2, _decoder, _SHAPES, note=_CACHELESS),
 )

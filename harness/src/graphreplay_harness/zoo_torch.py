@@ -82,6 +82,7 @@ TORCH = (
         _SEQUENCES,
         "nested",
         "a nested tensor has its sizes on the host, read from the mask",
+        eager_on_gpus="capture failed",
     ),
     Model(
         "batch-norm-training",

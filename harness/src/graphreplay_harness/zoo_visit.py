@@ -60,10 +60,11 @@ def visit(model: Model, device: torch.device) -> Outcome:
     else:
         outcome = "mixed" if stats["captures"] else "eager"
     reason = stats["disabled_reason"] or next(iter(stats["eager_reasons"]), "")
-    if outcome != model.expected:
-        faults.append(f"{outcome} and not {model.expected}, as declared: {reason}")
-    elif model.eager not in reason:
-        faults.append(f"eager for another reason than {model.eager!r}: {reason}")
+    expected, why = model.expected(device.type), model.why_eager(device.type)
+    if outcome != expected:
+        faults.append(f"{outcome} and not {expected}, as declared: {reason}")
+    elif why not in reason:
+        faults.append(f"eager for another reason than {why!r}: {reason}")
     return Outcome(model, outcome, stats["captures"], stats["replays"], not unequal, reason, faults)
 
 

@@ -1,6 +1,7 @@
 """Letting go of graphs, without a device: what is freed when, and where an error goes."""
 
 import os
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -80,3 +81,20 @@ def test_an_empty_pool_gives_its_memory_back_without_breaking_captures_of_other_
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     state.release()
     assert told == ["relaxed", "emptied", "strict"]
+
+
+def test_a_graph_may_go_while_another_one_of_its_pool_goes():
+    """The collector finds it in the middle of freeing the other one, in the same thread."""
+    pool, told = PoolHandle((0, 7)), []
+    for _ in range(2):
+        pool.enter()
+        pool.capture_over()
+
+    def free():
+        pool.leave(lambda: told.append("inner"))
+        told.append("outer")
+
+    thread = threading.Thread(target=pool.leave, args=(free,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert (told, pool.graphs) == (["inner", "outer"], 0)

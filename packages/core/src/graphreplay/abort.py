@@ -15,6 +15,19 @@ ABORT_LIMIT = 5.0
 """Seconds to wait for NCCL to abort. Collectives end at once; the rest waits for every graph that holds some."""
 
 
+_under_way: list[threading.Thread] = []
+
+
+def wait_for_aborts() -> None:
+    """Waits for aborts under way, now that graphs have gone: whoever destroys a group meanwhile brings the process
+    down."""
+    end = time.monotonic() + ABORT_LIMIT
+    for thread in tuple(_under_way):
+        thread.join(max(0.0, end - time.monotonic()))
+        if not thread.is_alive():
+            _under_way.remove(thread)
+
+
 class CollectiveAbort:
     """Ends the collectives that process groups have issued on a device since this was made; later ones raise.
 
@@ -46,9 +59,8 @@ class CollectiveAbort:
         ]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + ABORT_LIMIT
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        _under_way.extend(threads)
+        wait_for_aborts()
         if any(thread.is_alive() for thread in threads):
             logger.warning("aborting the collectives goes on: it waits for graphs that hold some; close their wrappers")
 

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import distributed as dist
 
-from graphreplay.abort import CollectiveAbort
+from graphreplay.abort import CollectiveAbort, wait_for_aborts
 from graphreplay.agreement import Agreement, Ballot
 from graphreplay.digest import key_digest
 from graphreplay.errors import ConfigurationError, RankDisagreementError
@@ -45,6 +45,9 @@ class NoPeers:
 
     def leave(self, reason: str) -> None:
         """Tells the other ranks not to wait for this wrapper any more."""
+
+    def close(self) -> None:
+        """Leaves, when all graphs of the wrapper are gone."""
 
     def forget(self, wrapper: object) -> None:
         """Leaves when the wrapper goes."""
@@ -88,6 +91,10 @@ class Peers(NoPeers):
 
     def leave(self, reason: str) -> None:
         self.agreement.leave(reason)
+
+    def close(self) -> None:
+        self.leave("it was closed")
+        wait_for_aborts()
 
     def forget(self, wrapper: object) -> None:
         finalize(wrapper, self.agreement.leave, "its wrapper was dropped").atexit = False

@@ -110,9 +110,9 @@ class GraphStore(BackendHooks):
     def close(self) -> None:
         """Drops every graph; calls raise ClosedError from now on. Closing again does nothing."""
         with self.pool.lock:
-            self.peers.leave("it was closed")
             self._closed = True
             self._drop_graphs()
+            self.peers.close()
 
     def __enter__(self) -> Self:
         self._check_usable()

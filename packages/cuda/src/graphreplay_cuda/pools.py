@@ -27,7 +27,8 @@ class PoolHandle(tuple[int, int]):
     def __init__(self, _: tuple[int, int]) -> None:
         self._number: tuple[int, int] = (self[0], self[1])
         self._gone = False
-        self._lock = threading.Lock()  # graphs are let go from any thread
+        # Graphs are let go from any thread, and by the collector in the middle of letting another one go.
+        self._lock = threading.RLock()
         self.graphs = 0
         """How many CUDAGraphs are in the pool."""
 

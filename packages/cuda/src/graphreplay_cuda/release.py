@@ -78,14 +78,15 @@ def mend(graph: torch.cuda.CUDAGraph, device: torch.device, number: tuple[int, i
     with suppress(RuntimeError):  # a later torch did so itself, and gave the pool back as well
         torch._C._cuda_endAllocateToPool(device.index, number)
         torch._C._cuda_releasePool(device.index, number)
+    trivial = torch.cuda.CUDAGraph()
     try:
         # The random generator still believes in a capture; one that succeeds sets it right.
-        trivial = torch.cuda.CUDAGraph()
         trivial.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=device)
         trivial.capture_end()
         trivial.reset()
     except RuntimeError as error:
+        _kept_graphs.append(trivial)  # torch may go on pointing to it
         return [f"cleaning up after the capture raised {first_line(error)}"]
     return []
 
