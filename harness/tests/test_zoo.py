@@ -99,7 +99,7 @@ def test_an_outcome_that_is_not_declared_is_a_fault(use_class):
     (fault,) = visit(linear(), CPU).faults
     assert fault.startswith("eager and not graphed, as declared: no backend serves")
     (fault,) = visit(linear(eager="waits"), CPU).faults
-    assert fault.startswith("eager for another reason than 'waits': the base class")
+    assert fault.startswith("eager for another reason than 'waits': no backend serves")
 
 
 def test_graphs_that_are_captured_again_are_mixed(use_class):
