@@ -1,4 +1,28 @@
-"""Groups of ranks that are processes: what the constructor refuses, and that a plain group works."""
+"""Groups of ranks that are processes: what the constructor refuses, and what two ranks do together.
+
+The harness runs every fault at every place of a capture on top of this (``graphreplay_harness.cases``).
+
+| kind | outcome | test |
+| --- | --- | --- |
+| ranks that call alike | captured together, replayed | test_ranks[together] |
+| all-to-all and other collectives | the same | test_ranks[exchange] |
+| sizes that differ per rank | the same | test_ranks[uneven] |
+| collectives and no group | disabled, with what to pass | test_ranks[none] |
+| collectives beyond the group | disabled | test_ranks[beyond the group] |
+| functional ones, which go by name | the same | test_ranks[functional beyond the group] |
+| failures before such a collective | none is made up for | test_ranks[refused collectives are not made up for] |
+| structure or constants that differ | eager, the sides named | test_ranks[structure] |
+| warm-ups that differ | the same | test_ranks[warm-ups] |
+| a rank that runs eagerly where the others miss | they learn at once | test_ranks[eager], test_ranks[prepare] |
+| a rank that closes its wrapper | the others disabled, with that reason | test_ranks[closed] |
+| a wait for the device on one rank | all disabled, in step | test_ranks[a wait behind the last collective] |
+| a failure before collectives of a warm-up | disabled, state as by eager calls | test_ranks[state of what is made up for] |
+| an interrupt in a capture | raised; RankDisagreementError on the others | test_ranks[interrupted] |
+| ranks out of step | every later call raises | test_ranks[out of step] |
+| a group without this rank, destroyed, or none | error at construction | test_ranks[members], test_ranks[destroyed] |
+| no torch.distributed | error at construction | test_ranks[no group] |
+| a pool of two groups | error at construction | test_ranks[one pool] |
+"""
 
 import subprocess
 import sys
@@ -310,7 +334,7 @@ with torch.no_grad():
 """,
         ["[1.0, 5.0, 9.0, 13.0]"] * 2,
     ),
-    "state of forwards that are made up for": (
+    "state of what is made up for": (
         """
 class Counts(torch.nn.Module):
     def __init__(self):
@@ -340,7 +364,7 @@ print("cannot enter" in graphed.disabled_reason or graphed.disabled_reason)
 """,
         ["[6.0, 8.0, 10.0] 3.0 3\nTrue"] * 2,
     ),
-    "a wait behind the last collective, on one rank": (
+    "a wait behind the last collective": (
         """
 class Logs(Sum):
     def forward(self, *, x):
@@ -411,7 +435,7 @@ TIMEOUTS = {"interrupted": 3}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_on_two_ranks(name, tmp_path):
+def test_ranks(name, tmp_path):
     script, expected = SCRIPTS[name]
     end = "dist.barrier()\nsys.stdout.flush()\nos._exit(0)\n"  # destroying groups is not what is tested
     ranks = [

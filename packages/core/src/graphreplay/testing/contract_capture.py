@@ -273,6 +273,23 @@ class CaptureContract(ContractBase):
             graphed(x=self.x())
         assert "this run fails" in (graphed.disabled_reason or "")
 
+    def test_nested_wrapper_that_the_module_holds_is_no_state_of_it(self) -> None:
+        class Holder(nn.Module):
+            def __init__(self, inner: Any) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.inner(x=x) + 1
+                return out
+
+        inner = self.wrap(zoo.MLP())
+        outer = self.wrap(Holder(inner))
+        with torch.no_grad():
+            for seed in range(4):
+                assert_same(outer(x=self.x(seed=seed)), inner.module(self.x(seed=seed)) + 1)
+        assert (outer.captures, outer.stats()["replays"], outer.disabled_reason) == (1, 3, None)
+
     def test_nested_call_becomes_part_of_the_outer_graph(self) -> None:
         inner = self.wrap(zoo.MLP(), capture_context=lambda: entered())
         depth = []
