@@ -19,6 +19,7 @@ SOURCES = {
     "What runs eagerly": TESTING / "contract_refusal.py",
     "Process state": TESTING / "contract_ambient.py",
     "Capture": TESTING / "contract_capture.py",
+    "Faults at any step": TESTING / "contract_faults.py",
     "What hides from a capture": TESTING / "contract_hidden.py",
     "Replay": TESTING / "contract_replay.py",
     "Module state": TESTING / "contract_state.py",

@@ -16,7 +16,7 @@ The harness runs every fault at every place of a capture on top of this (``graph
 | a rank that runs eagerly where the others miss | they learn at once | test_ranks[eager], test_ranks[prepare] |
 | a rank that closes its wrapper | the others disabled, with that reason | test_ranks[closed] |
 | a wait for the device on one rank | all disabled, in step | test_ranks[a wait behind the last collective] |
-| a failure before collectives of a warm-up | disabled, state as by eager calls | test_ranks[state of what is made up for] |
+| a failure before a collective of a warm-up | disabled, state as by eager | test_ranks[state of what is made up for] |
 | an interrupt in a capture | raised; RankDisagreementError on the others | test_ranks[interrupted] |
 | ranks out of step | every later call raises | test_ranks[out of step] |
 | a group without this rank, destroyed, or none | error at construction | test_ranks[members], test_ranks[destroyed] |

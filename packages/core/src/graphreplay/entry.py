@@ -76,23 +76,31 @@ class Entry:
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
 
-    def launch(self, leaves: Sequence[Tensor]) -> None:
-        """Stages the inputs and replays; on a device this returns while the work goes on."""
+    def stage(self, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Tensor] | None]:
+        """All that can be done before anything runs that an eager call would do again: the inputs for ``launch``, and
+        memory for the outputs, unless the replay can be dropped."""
         self._staging.copy_rest(self._inputs, leaves)
         dense = self._staging.pick_dense(leaves)
         if any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense))):
             # Their bytes are not their values.
             dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
+        drops = self.repeatable and not self.written
+        return dense, None if drops else self._handing_out.allocate(self._output_leaves)
+
+    def launch(self, dense: Sequence[Tensor]) -> None:
+        """Replays; on a device this returns while the work goes on."""
         self._launch(dense)
 
-    def hand_out(self, leaves: Sequence[Tensor]) -> Any:
-        """The outputs of the last launch, in tensors that the caller owns. Inputs that the forward writes are written
-        in ``leaves`` too, as the eager forward would do."""
+    def hand_out(self, leaves: Sequence[Tensor], outputs: list[Tensor] | None) -> Any:
+        """The outputs of the last launch, in tensors that the caller owns, such as these. Inputs that the forward
+        writes are written in ``leaves`` too, as the eager forward would do."""
         self.replays += 1
         if self.written:
             positions = self.written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
-        outputs = self._handing_out.clone(self._output_leaves)
+        if outputs is None:
+            outputs = self._handing_out.allocate(self._output_leaves)
+        self._handing_out.copy(outputs, self._output_leaves)
         return replace_tensors(self._outputs, iter(outputs), share_records=False)
 
     def free(self) -> None:
@@ -101,4 +109,6 @@ class Entry:
 
     def __del__(self) -> None:
         # A wrapper that is dropped while a replay is in flight: the static tensors must outlive it.
-        self.graph.reset()
+        graph: Graph | None = getattr(self, "graph", None)  # not so if it was never finished
+        if graph is not None:
+            graph.reset()

@@ -72,6 +72,11 @@ class RankDisagreementError(GraphReplayError, RuntimeError):
     message names the rank and the phase; start the processes anew."""
 
 
+class StateLostError(GraphReplayError, RuntimeError):
+    """What a forward wrote while it was captured could not be put back: buffers are as after more calls than were made.
+    Load the module's state anew."""
+
+
 class ClosedError(GraphReplayError, RuntimeError):
     """A graphed forward was used after ``close()``."""
 

@@ -23,7 +23,13 @@ from graphreplay.arguments import check_arguments, check_deadline, check_verify,
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
 from graphreplay.entry import Entry
-from graphreplay.errors import PositionalArgumentError, RankDisagreementError, UnsupportedLeafError
+from graphreplay.errors import (
+    CaptureError,
+    PositionalArgumentError,
+    RankDisagreementError,
+    StateLostError,
+    UnsupportedLeafError,
+)
 from graphreplay.peers import peers_of
 from graphreplay.pool import GraphPool
 from graphreplay.request import BoundForward, CallOptions, Key, Replayed, Request, order_shows_below, variant_key
@@ -148,6 +154,7 @@ class GraphedForward(GraphStore):
             PositionalArgumentError: a positional argument was given.
             UnsupportedLeafError: ``variant`` has no stable value.
             RankDisagreementError: the ranks of ``group`` are out of step, or one of them is gone.
+            StateLostError: buffers could not be put back after a capture; the wrapper is disabled.
             ClosedError, ForkedError: the wrapper cannot be used any more, or not in this process.
             Exception: whatever the forward itself raises.
         """
@@ -203,7 +210,6 @@ class GraphedForward(GraphStore):
             self.peers.excuse(call, request)
             return self._eager(kwargs, request)
         with self.pool.lock:
-            self._take_turn()
             found = self._look_up(request)
             answer = self._replay(found, request) if isinstance(found, Entry) else found
             if isinstance(answer, Replayed):
@@ -255,6 +261,11 @@ class GraphedForward(GraphStore):
         self._check_usable()  # another thread may have closed or disabled it, while this one waited for its turn
         if self.disabled_reason is not None:
             return self.disabled_reason
+        try:
+            self._take_turn()
+        except Exception as error:
+            self.disable(f"the current stream cannot be ordered behind the graphs': {describe(error)}")
+            return self.disabled_reason
         entry = self._cache.get(request.key)
         if entry is None or not entry.repeatable:
             changed = self._drop_if_changed()
@@ -268,21 +279,29 @@ class GraphedForward(GraphStore):
         """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
         eager = None
         if self._verify == "always" or (self._verify == "first" and not entry.replays):
-            eager = EagerTwin(self, entry, request, self._watched())
+            try:
+                eager = EagerTwin(self, entry, request, self._watched())
+            except CaptureError as error:
+                self.disable(f"verify failed: {error}")
+                return self.disabled_reason
+        harmless = True  # whether an eager call can make up for what fails
         with self._marked("replay"):
             try:
-                entry.launch(request.leaves)
+                dense, into = entry.stage(request.leaves)
+                harmless = entry.repeatable  # any other replay may write half of what it writes
+                entry.launch(dense)
+                # The host looks at the module while the device works. What a repeatable graph has computed from weights
+                # that moved is dropped; any other one had to wait for this check.
+                changed = self._drop_if_changed() if entry.repeatable else None
+                if changed is not None:
+                    return self._missed(request, changed)
+                harmless = harmless and not entry.written
+                outputs = entry.hand_out(request.leaves, into)
             except Exception as error:
                 self.disable(f"replay failed: {describe(error)}")
-                if not entry.repeatable:
-                    raise  # it may have written half of what it writes
+                if not harmless:
+                    raise
                 return self.disabled_reason
-            # The host looks at the module while the device works. What a repeatable graph has computed from weights
-            # that moved is dropped; any other one had to wait for this check.
-            changed = self._drop_if_changed() if entry.repeatable else None
-            if changed is not None:
-                return self._missed(request, changed)
-            outputs = entry.hand_out(request.leaves)
         if eager is not None:
             self._stats.verified += 1
             difference = eager.difference(outputs)
@@ -318,9 +337,10 @@ class GraphedForward(GraphStore):
 
         Raises:
             RankDisagreementError: the ranks are out of step.
+            StateLostError: what the forward wrote meanwhile could not be put back.
         """
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
-        ranks, entry, failure = self._ranks(request, call), None, None
+        ranks, entry, failure, lost = self._ranks(request, call), None, None, None
         try:
             with self._marked("capture"), quiet_capture(self.device, alone=ranks.alone):
                 entry = build_entry(self, request, watch, ranks)
@@ -328,6 +348,8 @@ class GraphedForward(GraphStore):
             failure = error
         except UnsupportedLeafError as error:
             failure = Failure("refuse", str(error))
+        except StateLostError as error:
+            lost, failure = error, Failure("disable", str(error))
         except RankDisagreementError as error:
             self._break_off(ranks, str(error))
             raise
@@ -352,6 +374,8 @@ class GraphedForward(GraphStore):
             if entry is not None:
                 free(entry)
             self._settle(failure, request)
+        if lost is not None:
+            raise lost
 
     def _break_off(self, ranks: Alone, reason: str) -> None:
         """Gives up on ranks that are out of step."""
@@ -410,7 +434,6 @@ class GraphedForward(GraphStore):
             self.peers.excuse(rehearsal, request)
             return self._not_prepared(request)
         with self.pool.lock:
-            self._take_turn()
             found = self._look_up(request)
             if isinstance(found, Entry):  # which a replay would check
                 changed = self._drop_if_changed()

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
-from graphreplay.errors import CaptureError
+from graphreplay.errors import CaptureError, StateLostError
 from graphreplay.hostsync import host_sync_allowed
 from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
@@ -63,11 +63,22 @@ class Snapshot:
             yield tensor.detach(), was.set_(saved, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def restore(self) -> None:
-        for generator, state in self._generators.values():
-            generator.set_state(state)
-        with torch.inference_mode(False), torch.no_grad():
-            for live, saved in self._saved.values():
-                live.copy_(saved)
+        """Puts all of it back.
+
+        Raises:
+            StateLostError: the device refused.
+        """
+        try:
+            for generator, state in self._generators.values():
+                generator.set_state(state)
+            with torch.inference_mode(False), torch.no_grad():
+                for live, saved in self._saved.values():
+                    live.copy_(saved)
+        except Exception as error:
+            raise StateLostError(
+                f"what the forward wrote in a trial run could not be put back: {type(error).__name__}: {error}; load "
+                "the module's state anew"
+            ) from error
 
 
 class Recorder(OpMode):

@@ -156,7 +156,10 @@ class GraphStore(BackendHooks):
     def _clear(self) -> None:
         self._cache.clear()
         self._watch = None
-        self._release_memory()
+        try:
+            self._release_memory()
+        except Exception as error:  # the graphs are gone all the same
+            logger.warning("memory of graphs could not be given back: %s: %s", type(error).__name__, error)
 
     def _what_is_new(self, key: Key) -> str:
         return "first capture" if self._last is None else key.news_since(self._last)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphreplay.capture import quiet_capture
+from graphreplay.capture import describe, quiet_capture
 from graphreplay.entry import Entry
+from graphreplay.errors import CaptureError
 from graphreplay.observe import Snapshot
 from graphreplay.request import Request
 from graphreplay.state import GraphStore
@@ -31,18 +33,22 @@ class EagerTwin:
     generators are as before, so that the replay starts where this did.
 
     Raises:
+        CaptureError: there is no room for the copies.
+        StateLostError: what the forward wrote could not be put back.
         Exception: whatever the forward itself raises.
     """
 
     def __init__(self, store: GraphStore, entry: Entry, request: Request, watch: ModuleWatch) -> None:
-        kwargs = clone_static(request.kwargs)
         self._entry = entry
         self._inputs = request.leaves
-        before = Snapshot(*entry.changes)
+        with _copying():
+            kwargs = clone_static(request.kwargs)
+            before = Snapshot(*entry.changes)
         try:
             with quiet_capture(store.device), watch.kept(()):
                 self.outputs = store.module(**kwargs)
-            self._after = Snapshot(*entry.changes)
+            with _copying():
+                self._after = Snapshot(*entry.changes)
         finally:
             before.restore()
         given = [leaf for leaf in tensors(kwargs) if leaf.device == store.device]
@@ -66,6 +72,14 @@ class EagerTwin:
         self._after.restore()
         CopyPlan(self._written).copy([self._inputs[position] for position in self._entry.written], self._written)
         return self.outputs
+
+
+@contextmanager
+def _copying() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CaptureError(f"there is no copy to compare with: {describe(error)}") from error
 
 
 def _differences(got: Any, wanted: Any) -> Iterator[str]:

@@ -34,6 +34,7 @@ pytest.register_assert_rewrite(*(name for name in _TOPICS if name not in sys.mod
 
 from graphreplay.testing.contract_ambient import AmbientContract  # noqa: E402
 from graphreplay.testing.contract_capture import CaptureContract  # noqa: E402
+from graphreplay.testing.contract_faults import FaultContract  # noqa: E402
 from graphreplay.testing.contract_hidden import HiddenContract  # noqa: E402
 from graphreplay.testing.contract_keys import KeyContract  # noqa: E402
 from graphreplay.testing.contract_life import LifeContract  # noqa: E402
@@ -50,6 +51,7 @@ class BackendContract(
     StateContract,
     AmbientContract,
     CaptureContract,
+    FaultContract,
     HiddenContract,
     ReplayContract,
     LifeContract,
