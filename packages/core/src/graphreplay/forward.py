@@ -345,7 +345,7 @@ class GraphedForward(GraphStore):
             with self._marked("capture"), quiet_capture(self.device, alone=ranks.alone):
                 entry = build_entry(self, request, watch, ranks)
         except Failure as error:
-            failure = error
+            failure = error.with_traceback(None)
         except UnsupportedLeafError as error:
             failure = Failure("refuse", str(error))
         except StateLostError as error:
@@ -375,7 +375,10 @@ class GraphedForward(GraphStore):
                 free(entry)
             self._settle(failure, request)
         if lost is not None:
-            raise lost
+            try:
+                raise lost
+            finally:
+                del lost  # or this frame and the error keep each other, and the wrapper, until a collection
 
     def _break_off(self, ranks: Alone, reason: str) -> None:
         """Gives up on ranks that are out of step."""

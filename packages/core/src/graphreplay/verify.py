@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -41,13 +40,13 @@ class EagerTwin:
     def __init__(self, store: GraphStore, entry: Entry, request: Request, watch: ModuleWatch) -> None:
         self._entry = entry
         self._inputs = request.leaves
-        with _copying():
+        with _Copying():
             kwargs = clone_static(request.kwargs)
             before = Snapshot(*entry.changes)
         try:
             with quiet_capture(store.device), watch.kept(()):
                 self.outputs = store.module(**kwargs)
-            with _copying():
+            with _Copying():
                 self._after = Snapshot(*entry.changes)
         finally:
             before.restore()
@@ -74,12 +73,16 @@ class EagerTwin:
         return self.outputs
 
 
-@contextmanager
-def _copying() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CaptureError(f"there is no copy to compare with: {describe(error)}") from error
+class _Copying:
+    """Turns an error in its body into a CaptureError. A class, since the frames of a generator would keep the error,
+    and with it the graph, alive until the next collection."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise CaptureError(f"there is no copy to compare with: {describe(error)}") from error
 
 
 def _differences(got: Any, wanted: Any) -> Iterator[str]:
