@@ -109,7 +109,7 @@ class PoolState:
 
     @property
     def blocked(self) -> bool:
-        """Whether someone captures the stream of the latest work, which is not the current one, so that nothing can wait
+        """Whether the stream of the latest work is being captured, and is not the current one: then nothing can wait
         for it."""
         return torch.xpu.current_stream() != self.last_stream and is_capturing(self.last_stream)
 
