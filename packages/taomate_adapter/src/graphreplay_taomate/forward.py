@@ -29,8 +29,8 @@ class GraphedForward(graphreplay.GraphedForward):
 
     An instance is of this class and of the platform's own, such as ``graphreplay_cuda.CUDAGraphedForward``: it gets a
     class that is made for both, so that ``isinstance`` holds for either, and ``type(graphed) is GraphedForward`` does
-    not. Calls, properties and errors are those of ``graphreplay.GraphedForward``. Captures run in ``capture_context(module)``, so
-    that the graph holds the AdaLN projections themselves.
+    not. Calls, properties and errors are those of ``graphreplay.GraphedForward``. Captures run in
+    ``capture_context(module)``, so that the graph holds the AdaLN projections themselves.
 
     Where nothing can capture, ``enabled`` is False, calls are plain forwards, and ``disabled_reason`` says why: on a
     CPU, and, with a warning in the log, where the platform's package is missing (the reason names it), cannot be
