@@ -294,6 +294,24 @@ def test_a_graph_that_cannot_be_freed_as_a_capture_begins_is_told(machine, caplo
     assert memory._graphs == 1
 
 
+@pytest.mark.timeout(30)
+def test_a_graph_may_leave_while_its_thread_counts_another_one(machine):
+    """The collector may run under the lock too."""
+    memory, freed = PoolMemory(), []
+
+    class Collecting(list):
+        def append(self, free):
+            super().append(free)
+            if len(self) == 1:
+                memory.leave(lambda: freed.append("met by the collector"))
+
+    with memory.enter(), memory.enter():
+        memory._late = Collecting()
+        memory.leave(lambda: freed.append("let go"))
+    assert freed == ["let go", "met by the collector"]
+    assert memory._graphs == 0
+
+
 def test_a_graph_may_be_freed_while_its_memory_is_entered(machine):
     memory = PoolMemory()
     with memory.enter() as first:
