@@ -33,7 +33,7 @@ def test_the_session_agrees_with_eager(capsys, tmp_path):
     latents = [["1", "207", "0"], ["2", "198", "24"], ["3", "198", "24"], ["4", "199", "24"]]
     assert [row[:4] for row in rows(out)] == [[lora, *row] for lora in ("off", "on") for row in latents]
     assert [row[7] for row in rows(out)] == ["0"] * 8
-    assert "AdaLN memo: one of ours that behaves like TaoMate's" in out
+    assert "AdaLN memo: one of ours, in place of TaoMate's" in out
     assert "\n6 captures, 6 pinned, 72 replays, 0 evictions, 0 eager_calls\n" in out
     # Six forwards to capture, and two runs of 72 forwards, with 4 projections each; one schedule of nine steps.
     assert out.endswith(f"memo: {(6 + 144 - 9) * 4} hits, {9 * 4} misses, all by eager forwards\n")
@@ -96,7 +96,19 @@ def test_what_is_not_finite_fails():
     ]
 
 
-@pytest.mark.parametrize("content", [None, "x = (", "import no_such_module", "x = 1"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "x = (",
+        "import no_such_module",
+        "x = 1",
+        "x = 1 / 0",
+        "class ExactProjectionCache:\n    def __init__(self, size): ...",
+        "class ExactProjectionCache:\n    def __init__(self): raise ValueError('not here')",
+        "ExactProjectionCache = None",
+    ],
+)
 def test_a_file_without_the_class_is_exit_code_2(capsys, tmp_path, content):
     file = tmp_path / "memo.py"
     if content is not None:
@@ -123,8 +135,9 @@ def test_our_memo_remembers_by_content_within_its_budget():
     answers = iter(range(100))
 
     def project(name, value):
-        memo.prepare(torch.full((1, 2), value))
-        return memo.project(name, linear, torch.empty(0), lambda: torch.full((1, 8), float(next(answers))))[0, 0].item()
+        embedding = torch.full((1, 2), value)
+        memo.prepare(embedding)
+        return memo.project(name, linear, embedding, lambda: torch.full((1, 8), float(next(answers))))[0, 0].item()
 
     assert [project("a", 1.0), project("a", 2.0), project("b", 1.0), project("a", 1.0)] == [0, 1, 2, 0]
     assert (memo.hits, memo.misses) == (1, 3)
@@ -137,6 +150,27 @@ def test_our_memo_remembers_by_content_within_its_budget():
     with torch.inference_mode(False), torch.enable_grad():
         assert project("a", 1.0) == 7
     assert project("a", 1.0) == 0
+
+
+@torch.inference_mode()
+def test_our_memo_computes_for_another_tensor_than_the_prepared_one():
+    memo, linear, calls = ProjectionMemo(), nn.Linear(2, 8), []
+
+    def project(embedding):
+        memo.project("a", linear, embedding, lambda: calls.append(1) or torch.ones(1, 8))
+        return len(calls), memo.hits, memo.misses
+
+    first, second = torch.ones(1, 2), torch.ones(1, 2)
+    assert project(first) == (1, 0, 0)
+    memo.prepare(first)
+    assert project(second) == (2, 0, 0)
+    assert project(first) == (3, 0, 1)
+    assert project(first) == (3, 1, 1)
+    memo.prepare(second)
+    assert project(first) == (4, 1, 1)
+    assert project(second) == (4, 2, 1)  # of the same content
+    with torch.inference_mode(False), torch.enable_grad():
+        assert project(second) == (5, 2, 1)
 
 
 def test_the_stand_in_for_vllm_gives_way_to_the_real_one(monkeypatch):

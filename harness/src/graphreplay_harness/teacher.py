@@ -10,7 +10,7 @@ Exit codes: 0, graphed agrees with eager, by one capture for each shape and LoRA
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = options.parse_args(argv)
     if given.device == "cuda" and not has_device("teacher"):
         return 2
-    make_memo: Callable[..., Memo] = ProjectionMemo
+    memo: Memo = ProjectionMemo()
     if given.cache is not None:
         try:
-            make_memo = load_memo_class(given.cache)
-        except (OSError, SyntaxError, ImportError, AttributeError) as error:
-            options.error(f"--cache {given.cache}: {error}")
+            memo = load_memo_class(given.cache)()
+        except Exception as error:  # the file is code, which may raise anything
+            options.error(f"--cache {given.cache}: {type(error).__name__}: {error}")
     device = torch.device(given.device)
     dtype, size = (torch.float32, SMALL) if device.type == "cpu" else (torch.bfloat16, LARGE)
     print(f"{size.layers} layers of width {size.width}, {dtype} on {device}; {_memo_in_words(given.cache)}")
     # Outside of inference mode: of weights that are made in it TaoMate's memo remembers nothing.
-    teacher = make_teacher(device, dtype, size, make_memo())
+    teacher = make_teacher(device, dtype, size, memo)
     session = Session(teacher, device, dtype)
     with torch.inference_mode(), single_rank_vllm() if given.cache else nullcontext():
         session.warm_up()
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for outcome in session.run(given.repeats):
             print(_row(outcome), flush=True)
             outcomes.append(outcome)
-    memo, stats = teacher.adaln_cache, session.graphed.stats()
+    stats = session.graphed.stats()
     print(", ".join(f"{stats[key]} {key}" for key in ("captures", "pinned", "replays", "evictions", "eager_calls")))
     print(f"memo: {memo.hits} hits, {memo.misses} misses, all by eager forwards")
     failures = list(faults(outcomes, stats, allowed_difference(device, dtype), given.repeats))
@@ -91,7 +91,7 @@ def faults(outcomes: Sequence[Outcome], stats: dict[str, object], allowed: float
 
 def _memo_in_words(cache: Path | None) -> str:
     if cache is None:
-        return "AdaLN memo: one of ours that behaves like TaoMate's, since --cache names no file of its class"
+        return "AdaLN memo: one of ours, in place of TaoMate's, since --cache names no file of its class"
     return f"AdaLN memo: TaoMate's, from {cache}"
 
 

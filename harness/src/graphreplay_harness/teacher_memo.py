@@ -1,4 +1,4 @@
-"""The AdaLN memo of the teacher: TaoMate's own class from a file, or one of ours that behaves alike."""
+"""The AdaLN memo of the teacher: TaoMate's own class from a file, or one of ours that stands in for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,9 @@ class ProjectionMemo:
     """Remembers projections by the bytes of the embedding they were made from, until ``max_bytes`` are held.
 
     ``prepare`` reads those bytes on the host, unless ``max_bytes`` is 0 or gradients are on; then everything is
-    computed. Weights are taken to stay as they are.
+    computed, and so is what is asked of another tensor than the one that was prepared. In this it is like TaoMate's
+    class. Unlike it, it takes weights to stay as they are, runs no hooks on a hit, does not ask other ranks, and once
+    full takes nothing new in.
     """
 
     def __init__(self, *, max_bytes: int = 256 * 1024**2) -> None:
@@ -43,15 +46,22 @@ class ProjectionMemo:
         self._held: dict[tuple[bytes, str], Tensor] = {}
         self._nbytes = 0
         self._digest: bytes | None = None
+        self._prepared: ReferenceType[Tensor] | None = None
 
     def prepare(self, embedding: Tensor) -> None:
-        self._digest = None
+        self._digest = self._prepared = None
         if self.max_bytes and not torch.is_grad_enabled():
             data = embedding.detach().cpu().contiguous().view(torch.uint8).numpy()
             self._digest = hashlib.blake2b(data.tobytes(), digest_size=16).digest()
+            self._prepared = ref(embedding)
 
     def project(self, name: str, module: nn.Module, embedding: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        if self._digest is None:
+        if (
+            self._digest is None
+            or self._prepared is None
+            or self._prepared() is not embedding
+            or torch.is_grad_enabled()
+        ):
             return compute()
         held = self._held.get((self._digest, name))
         if held is not None:
@@ -69,7 +79,8 @@ def load_memo_class(path: Path) -> Callable[..., Memo]:
     """TaoMate's class from a copy of exact_projection_cache.py.
 
     Raises:
-        OSError, SyntaxError, ImportError, AttributeError: the file is not there, or is not that module.
+        Exception: the file is not there, is not that module (OSError, SyntaxError, ImportError, AttributeError), or
+            raises something of its own.
     """
     spec = importlib.util.spec_from_file_location("exact_projection_cache", path)
     if spec is None or spec.loader is None:

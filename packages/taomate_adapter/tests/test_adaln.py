@@ -144,8 +144,8 @@ def test_what_the_body_itself_changes():
 
 def test_a_memo_that_cannot_be_bypassed():
     class Stubborn(Memo):
-        def prepare(self, embedding):
-            raise OSError("no")
+        max_bytes = property(lambda self: BUDGET, lambda self, value: self.refuse(value))
+        refuse = lambda self, value: None if value else (_ for _ in ()).throw(OSError("no"))  # noqa: E731
 
     fine, stubborn = with_memo(), with_memo()
     stubborn.adaln_cache = Stubborn()
@@ -153,6 +153,117 @@ def test_a_memo_that_cannot_be_bypassed():
         with pytest.raises(OSError, match="no"), capture_context(nn.Sequential(fine, stubborn)):
             pytest.fail("the body ran")
         assert fine.adaln_cache.max_bytes == stubborn.adaln_cache.max_bytes == BUDGET
+
+
+@pytest.mark.parametrize("error", [ValueError("no such shape"), KeyboardInterrupt()], ids=["refused", "interrupted"])
+def test_a_memo_whose_prepare_raises_halfway(error):
+    class Choosy(Memo):
+        def prepare(self, embedding):
+            self.prepared, self.new = None, embedding
+            raise error
+
+    module, ran = with_memo(), []
+    module.adaln_cache = Choosy()
+    before = dict(vars(module.adaln_cache))
+    try:
+        with capture_context(module):
+            ran.append(module.adaln_cache.max_bytes)
+    except KeyboardInterrupt:
+        assert isinstance(error, KeyboardInterrupt)
+    assert ran == ([0] if isinstance(error, ValueError) else [])
+    assert vars(module.adaln_cache) == before
+
+
+@torch.inference_mode()
+def test_captures_beside_a_memo_that_refuses_an_empty_embedding():
+    class Choosy(Memo):
+        def prepare(self, embedding):
+            if embedding.ndim != 2:
+                raise ValueError("[batch, width] wanted")
+            super().prepare(embedding.sum().item() if self.max_bytes else None)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.adaln_cache = Choosy()
+            self.adaln_cache.prepared = None
+
+        def forward(self, *, x):
+            if self.adaln_cache.max_bytes == 0:
+                self.adaln_cache.prepare(x)
+            return x * 2
+
+    graphed = GraphedForward(Model(), device="cpu", reference=True)
+    for _ in range(3):
+        assert torch.equal(graphed(x=torch.ones(2, 2)), torch.full((2, 2), 2.0))
+    assert (graphed.captures, graphed.disabled_reason) == (1, None)
+    assert vars(graphed.module.adaln_cache) == {"max_bytes": BUDGET, "prepared": None, "hits": 0}
+
+
+class Slotted:
+    __slots__ = ("__secret", "max_bytes", "prepared", "unset")
+
+    def __init__(self):
+        self.max_bytes, self.prepared, self.__secret = BUDGET, "an embedding", 1
+
+    def prepare(self, embedding):
+        self.prepared, self.__secret, self.unset = (embedding if self.max_bytes else None), 2, 3
+
+    def all(self):
+        return self.max_bytes, self.prepared, self.__secret, hasattr(self, "unset")
+
+
+class SlottedAndMore(Slotted):
+    def __init__(self):
+        super().__init__()
+        self.more = "more"
+
+    def prepare(self, embedding):
+        super().prepare(embedding)
+        self.more = None
+
+    def all(self):
+        return *super().all(), self.more
+
+
+@pytest.mark.parametrize("cls", [Slotted, SlottedAndMore])
+def test_attributes_in_slots_are_restored(cls):
+    memo = cls()
+    before = memo.all()
+    with capture_context(SimpleNamespace(adaln_cache=memo)):
+        assert (memo.max_bytes, memo.prepared) == (0, None)
+    assert memo.all() == before
+
+
+def test_a_budget_of_the_class_stays_there():
+    class OfTheClass:
+        max_bytes = BUDGET
+
+    memo = OfTheClass()
+    with capture_context(SimpleNamespace(adaln_cache=memo)):
+        assert memo.max_bytes == 0
+    assert vars(memo) == {}
+    assert memo.max_bytes == BUDGET
+
+
+def test_a_budget_that_is_a_property():
+    class Proper(Memo):
+        max_bytes = property(lambda self: self.kept, lambda self, value: setattr(self, "kept", value))
+
+    memo = Proper()
+    before = dict(vars(memo))
+    with capture_context(SimpleNamespace(adaln_cache=memo)):
+        assert memo.max_bytes == 0
+    assert vars(memo) == before
+
+
+def test_modules_that_lead_to_one_another_are_looked_through_once():
+    first, second = with_memo(), with_memo()
+    first.inner = graphreplay.ReferenceGraphedForward(second, device="cpu")
+    second.inner = graphreplay.ReferenceGraphedForward(first, device="cpu")
+    with capture_context(first):
+        assert [module.adaln_cache.max_bytes for module in (first, second)] == [0, 0]
+    assert [module.adaln_cache.max_bytes for module in (first, second)] == [BUDGET] * 2
 
 
 def test_a_memo_with_a_budget_alone():

@@ -111,6 +111,7 @@ def test_the_reference_backend_on_request():
 def test_the_same_class_each_time():
     made = [GraphedForward(Scaled(), device="cpu", reference=True) for _ in range(2)]
     assert type(made[0]) is type(made[1])
+    assert type(made[0]) is not GraphedForward
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -203,6 +204,18 @@ def test_without_a_backend_calls_are_plain_forwards_and_say_so(caplog, backends,
     assert isinstance(graphed, GraphedForward)
     assert torch.equal(graphed(x=torch.ones(2)), torch.full((2,), 2.0))
     assert graphed.stats()["eager_reasons"] == {reason: 1}
+
+
+@pytest.mark.parametrize("turned_off", ["by argument", "by environment"])
+def test_no_warning_where_graphs_are_not_wanted(caplog, backends, monkeypatch, turned_off):
+    backends()
+    if turned_off == "by environment":
+        monkeypatch.setenv("GRAPHREPLAY_DISABLE", "1")
+    with caplog.at_level(logging.WARNING, "graphreplay"):
+        graphed = GraphedForward(Scaled(), device="cuda", enabled=turned_off != "by argument")
+    assert not graphed.enabled
+    assert "graphreplay-cuda" not in graphed.disabled_reason
+    assert caplog.messages == []
 
 
 def test_a_device_that_is_not_there_is_an_error(backends):

@@ -90,6 +90,123 @@ def test_a_platform_object_whose_hook_is_a_method():
     assert platform.get_graphed_forward_cls() is Theirs
 
 
+def test_a_class_as_target():
+    class Platform:
+        @classmethod
+        def get_graphed_forward_cls(cls):
+            return Theirs
+
+    class OfAVendor(Platform):
+        pass
+
+    for target in (Platform, OfAVendor):
+        assert install(target) == install(target) == ("get_graphed_forward_cls",)
+        for asked in (target, target()):
+            assert asked.get_graphed_forward_cls() is graphreplay_taomate.GraphedForward
+        assert uninstall(target) == ("get_graphed_forward_cls",)
+        assert OfAVendor().get_graphed_forward_cls() is Platform.get_graphed_forward_cls() is Theirs
+    assert "get_graphed_forward_cls" not in vars(OfAVendor)
+
+
+def test_a_module_that_has_left_is_uninstalled_by_its_name(client, monkeypatch):
+    install("taomate_client")
+    monkeypatch.delitem(sys.modules, "taomate_client")
+    fresh = ModuleType("taomate_client")
+    fresh.GraphedForward = Theirs
+    monkeypatch.setitem(sys.modules, "taomate_client", fresh)
+    assert uninstall("taomate_client") == ("GraphedForward", "clone_static", "kwargs_signature")
+    assert client.GraphedForward is fresh.GraphedForward is Theirs
+    install(fresh)
+    monkeypatch.delitem(sys.modules, "taomate_client")
+    assert uninstall("taomate_client") == ("GraphedForward",)
+    assert fresh.GraphedForward is Theirs
+
+
+def test_what_others_did_since_then_stays(client):
+    original = client.kwargs_signature
+    install(client)
+    client.GraphedForward = patched = object()
+    del client.clone_static
+    assert uninstall(client) == ("kwargs_signature",)
+    assert client.GraphedForward is patched
+    assert not hasattr(client, "clone_static")
+    assert client.kwargs_signature is original
+
+
+def test_an_inherited_name_that_was_deleted_since_then():
+    class Platform:
+        def get_graphed_forward_cls(self):
+            return Theirs
+
+    platform = Platform()
+    install(platform)
+    del platform.get_graphed_forward_cls
+    assert uninstall(platform) == ()
+    assert platform.get_graphed_forward_cls() is Theirs
+
+
+class ReadOnly:
+    copy_into = property(lambda self: 1)
+
+    def __init__(self):
+        self.GraphedForward = Theirs
+
+
+class Slots:
+    __slots__ = ("GraphedForward",)
+
+    def __init__(self):
+        self.GraphedForward = Theirs
+
+
+class SlotsAndMore(Slots):
+    clone_static = 1
+
+
+class Settable(ReadOnly):
+    copy_into = property(lambda self: self.kept, lambda self, value: setattr(self, "kept", value))
+
+    def __init__(self):
+        super().__init__()
+        self.kept = 1
+
+
+@pytest.mark.parametrize("cls", [ReadOnly, Slots, SlotsAndMore, Settable])
+def test_a_target_that_cannot_be_bound_is_left_as_it_was(cls):
+    target = cls()
+    before = dict(getattr(target, "__dict__", {}))
+    with pytest.raises(graphreplay.ConfigurationError, match="cannot be bound: "):
+        install(target)
+    assert target.GraphedForward is Theirs
+    assert getattr(target, "__dict__", {}) == before
+    assert uninstall(target) == ()
+
+
+def test_a_second_install_that_fails_leaves_the_first():
+    class Later:
+        def __init__(self):
+            self.GraphedForward = Theirs
+
+    target = Later()
+    install(target)
+    Later.copy_into = property(lambda self: 1)
+    with pytest.raises(graphreplay.ConfigurationError):
+        install(target)
+    assert target.GraphedForward is graphreplay_taomate.GraphedForward
+    assert uninstall(target) == ("GraphedForward",)
+    assert target.GraphedForward is Theirs
+
+
+@pytest.mark.parametrize("name", ["graphreplay", "graphreplay.registry", "graphreplay.forward"])
+def test_graphreplay_itself_is_no_target(name):
+    before = graphreplay.get_graphed_forward_cls
+    with pytest.raises(graphreplay.ConfigurationError, match="is what this package builds on"):
+        install(name)
+    with pytest.raises(graphreplay.ConfigurationError, match="is what this package builds on"):
+        install(sys.modules[name])
+    assert graphreplay.get_graphed_forward_cls is before
+
+
 def test_a_target_with_none_of_the_names():
     with pytest.raises(graphreplay.ConfigurationError, match=f"has none of the names {', '.join(NAMES)}"):
         install(ModuleType("unrelated"))

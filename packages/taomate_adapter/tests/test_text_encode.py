@@ -94,10 +94,31 @@ def test_a_write_by_a_boolean_mask_runs_eagerly_and_names_its_line():
     assert stats["eager_reasons"] == {stats["disabled_reason"]: 5}
 
 
+class FillingEncoder(Encoder):
+    def place(self, embeddings, mask, image):
+        embeddings[mask] = 0.5
+        return embeddings.masked_fill(mask[..., None], 0.25)
+
+
+class ScatteringEncoder(Encoder):
+    def place(self, embeddings, mask, image):
+        return embeddings.masked_scatter(mask[..., None], image.expand(mask.shape[1], -1))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cls", [FillingEncoder, ScatteringEncoder])
+def test_constants_by_a_mask_and_masked_scatter_are_captured(cls):
+    encoder = cls()
+    graphed = GraphedForward(encoder, device="cpu", reference=True, name="encoder")
+    for kwargs in PROMPTS:
+        assert torch.equal(graphed(**kwargs), encoder(**kwargs))
+    assert (graphed.captures, graphed.stats()["replays"], graphed.disabled_reason) == (3, 3, None)
+
+
 @pytest.mark.cuda
 @torch.inference_mode()
 def test_on_a_gpu():
-    for cls, captures in ((Encoder, 3), (WritingEncoder, 0)):
+    for cls, captures in ((Encoder, 3), (FillingEncoder, 3), (ScatteringEncoder, 3), (WritingEncoder, 0)):
         encoder = cls().cuda()
         graphed = GraphedForward(encoder, device="cuda", name="encoder")
         for kwargs in PROMPTS:

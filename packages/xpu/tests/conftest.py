@@ -1,6 +1,7 @@
 """The emulated machine for the tests that ask for one."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ def machine(monkeypatch):
         gc.collect()  # what the test left in cycles is freed while the emulation is there
     assert not machine.generator_captures
     assert not machine.routed
+    assert +machine.uses == Counter({handle: len(graphs) for handle, graphs in machine.pools.items() if graphs})
     assert xpu_emulation.current_stream().key == (0, 0)
 
 

@@ -30,11 +30,16 @@ class _In:
 
 
 class EmulatedForward(XPUGraphedForward):
-    """Hooks run as they are and see the device as xpu; the core, the forward and the caller see it as cpu."""
+    """Hooks run as they are and see the device as xpu, of this index; the core, the forward and the caller see it as
+    cpu."""
+
+    def __init__(self, module, *, index=0, **options):
+        self._index = index
+        super().__init__(module, **options)
 
     @property
     def device(self):
-        return torch.device("xpu", 0) if _side.hooks and self._device.type == "cpu" else self._device
+        return torch.device("xpu", self._index) if _side.hooks and self._device.type == "cpu" else self._device
 
     @device.setter
     def device(self, device):

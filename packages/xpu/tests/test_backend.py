@@ -1,5 +1,6 @@
 """Devices, and captures that fail, on the emulated torch.xpu."""
 
+import warnings
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -13,6 +14,8 @@ import graphreplay
 from graphreplay import registry
 from graphreplay.testing import zoo
 from graphreplay_xpu import XPUGraphedForward
+from graphreplay_xpu.capture import capture
+from graphreplay_xpu.pools import PoolState
 
 pytestmark = pytest.mark.usefixtures("no_grad", "kept")
 
@@ -97,6 +100,8 @@ def assert_left_as_before(graphed, machine, kept):
     assert not machine.generator_captures
     assert not machine.routed
     assert machine.graphs <= set(kept)
+    assert not +machine.uses, "torch keeps a pool whose graph was not kept"
+    assert machine.gone == set(machine.uses)
     assert_graphed(wrap(pool=graphed.pool))
     assert_graphed(wrap())
 
@@ -137,6 +142,144 @@ def test_a_capture_that_torch_fails_leaves_the_device_as_it_was(fault, reason, m
     assert len(kept) == (fault != "lose")
     assert state.capture_stream.key == ((0, 1) if fault == "lose" else (0, 2)), "a stream that may be recorded is left"
     assert_left_as_before(graphed, machine, kept)
+
+
+def test_two_faults_in_a_row_leave_no_memory_routed(machine, kept):
+    """The capture that sets the random generator right fails as well."""
+    machine.lasting = {"begin"}
+    graphed = wrap()
+    assert torch.equal(graphed(x=X), X * 2 + 1)
+    assert graphed.disabled_reason == (
+        "capture failed: torch could not begin it: begin_recording failed; "
+        "the random generator may still be in it: begin_recording failed"
+    )
+    assert [graph._pool for graph in kept] == list(machine.uses)
+    assert len(kept) == 2
+    assert not machine.routed
+    machine.lasting.clear()
+    machine.generator_captures = False  # nothing could be done about it, and it was said
+    assert_left_as_before(graphed, machine, kept)
+
+
+def test_the_capture_that_mends_cannot_end(machine, kept):
+    machine.lasting = {"end"}
+    state = PoolState(torch.device("xpu", 0))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        capture(interrupt, state)
+    machine.lasting.clear()
+    (note,) = caught.value.__notes__
+    assert note.startswith("and torch could not end it: end_recording failed; the random generator may still be in it")
+    assert len(kept) == 2
+    assert state.capture_stream.key == (0, 3), "both streams may be recorded"
+    assert not machine.routed
+    assert not +machine.uses
+    machine.generator_captures = False
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["capture_begin", "capture_end"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt("planned"), TypeError("planned")], ids=["interrupt", "error"])
+def test_another_error_than_torchs_leaves_the_pool_too(name, error, machine, monkeypatch, kept):
+    state = PoolState(torch.device("xpu", 0))
+    memory = state.memory
+    real = getattr(XPUGraph, name)
+
+    def fail(graph, **kwargs):
+        monkeypatch.setattr(XPUGraph, name, real)
+        graph._scope.close()  # the emulation's own: a device records nothing of what is run by others
+        raise error
+
+    monkeypatch.setattr(XPUGraph, name, fail)
+    with pytest.raises(type(error), match="planned"):
+        capture(lambda: X * 2, state)
+    assert memory._graphs == 0
+    assert not +machine.uses
+    assert not machine.routed
+    assert not machine.generator_captures
+    graph, y = capture(lambda: X * 2, state)
+    assert torch.equal(y, X * 2)
+    graph.reset()
+
+
+def test_an_error_of_the_forward_that_looks_into_an_empty_graph_leaves_the_pool(machine):
+    runs = []
+
+    def forward(*, x):
+        runs.append(x)
+        if len(runs) == 5:  # the call's own, two warm-ups, the capture, and then this one
+            raise ValueError("planned")
+        return x * 2 + 1
+
+    machine.faults = {"lose"}
+    graphed = wrap(forward)
+    assert torch.equal(graphed(x=X), X * 2 + 1)
+    assert "ValueError: planned" in graphed.disabled_reason
+    assert graphed.pool.backend.memory._graphs == 0
+    assert not +machine.uses
+    assert_graphed(wrap(pool=graphed.pool))
+
+
+def test_other_graphs_of_the_pool_stay_where_they_are(machine, kept):
+    graphed = wrap()
+    graphed(x=X)
+    before = graphed.pool.backend.memory
+    machine.faults = {"end"}
+    failing, later = wrap(pool=graphed.pool), wrap(pool=graphed.pool)
+    failing(x=X)
+    assert "torch could not end it" in failing.disabled_reason
+    assert_graphed(later)
+    assert torch.equal(graphed(x=X), X * 2 + 1)
+    assert graphed.pool.backend.memory is not before
+    assert [len(graphs) for graphs in machine.pools.values() if graphs] == [1, 1], "later graphs are in other memory"
+    for wrapper in (graphed, later):
+        wrapper.close()
+    assert before._graphs == graphed.pool.backend.memory._graphs == 0
+
+
+def test_streams_that_are_recorded_for_good_are_not_taken_again(machine, kept):
+    machine.faults = {"end"}
+    wrap()(x=X)
+    recorded = {key for key, queue in machine.queues.items() if queue.recording}
+    assert recorded == {(0, 1)}
+    for _ in range(xpu_emulation.STREAMS + 8):
+        graphed = wrap()
+        assert_graphed(graphed)
+        assert graphed.pool.backend.capture_stream.key not in recorded
+
+
+def test_where_every_stream_is_recorded_a_capture_is_refused(machine, kept, monkeypatch):
+    monkeypatch.setattr(xpu_emulation, "STREAMS", 1)
+    machine.lasting = {"end"}
+    wrap()(x=X)
+    machine.lasting.clear()
+    graphed = wrap()
+    assert torch.equal(graphed(x=X), X * 2 + 1)
+    assert not graphed.enabled
+    machine.generator_captures = False
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_another_warning_of_torch_is_not_taken_for_an_empty_graph(action, machine, monkeypatch):
+    real = XPUGraph.capture_end
+
+    def noisy(graph):
+        real(graph)
+        warnings.warn("something else that torch says", stacklevel=1)
+
+    monkeypatch.setattr(XPUGraph, "capture_end", noisy)
+    graphed = wrap()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter(action)
+        assert torch.equal(graphed(x=X), X * 2 + 1)
+    if action == "always":
+        assert [str(warning.message) for warning in told] == ["something else that torch says"]
+        assert (graphed.captures, graphed.disabled_reason) == (1, None)
+    else:
+        assert "UserWarning: something else that torch says" in graphed.disabled_reason
+        assert not +machine.uses
 
 
 def test_a_fault_and_a_capture_that_cannot_end(machine, kept):

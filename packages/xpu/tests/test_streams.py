@@ -1,5 +1,6 @@
 """Streams, turns, and the freeing of graphs, on the emulated torch.xpu."""
 
+import gc
 import os
 import threading
 
@@ -12,7 +13,7 @@ from xpu_emulation import Stream, XPUGraph
 
 from graphreplay.testing import zoo
 from graphreplay_xpu.capture import capture
-from graphreplay_xpu.pools import PoolState
+from graphreplay_xpu.pools import PoolMemory, PoolState
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -113,7 +114,231 @@ def test_a_foreign_capture_is_not_disturbed(where, machine):
     assert (graphed.captures, graphed.stats()["replays"]) == (1, 1)
 
 
+def test_a_wrapper_of_another_device_than_the_current_one(machine):
+    """Its captures, turns, replays and frees go by its own device's streams."""
+    graphed = wrap(index=1)
+    own = Stream(1)
+    with xpu_emulation.stream(own):
+        graphed(x=X)
+    before = own.work()
+    for seed in range(3):
+        assert torch.equal(graphed(x=zoo.rows(3, seed)), zoo.rows(3, seed) * 2 + 1)
+    assert xpu_emulation.current_device() == 0
+    assert (graphed.captures, graphed.stats()["replays"]) == (1, 3)
+    (graph,) = machine.graphs
+    state = graphed.pool.backend
+    assert (state.device, state.capture_stream.key[0], state.last_stream.key) == (torch.device("xpu", 1), 1, (1, 0))
+    assert list(graph._replays) == [(1, 0)]
+    assert machine.queues[1, 0].seen[own.key] >= before - 1, "its turn came after what the stream before had"
+    assert graphed.stats()["bytes"] == graph._work.nbytes + X.nbytes
+    graphed.close()
+    assert (len(machine.graphs), machine.synced) == (0, 1)
+    assert {key[0] for key in machine.host} == {1}
+    assert all(not queue.seen for key, queue in machine.queues.items() if key[0] == 0), "device 0 has seen nothing"
+
+
+def test_warm_ups_of_another_device_wait_for_its_current_stream(machine):
+    state = PoolState(torch.device("xpu", 1))
+    current = xpu_emulation.current_stream(1)
+    before = current.work()
+    with state.side():
+        inside = xpu_emulation.current_stream().work()
+    assert state.capture_stream.queue.seen[current.key] >= before
+    assert current.queue.seen[state.capture_stream.key] >= inside
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["its current stream", "another of its streams"])
+def test_a_foreign_capture_on_another_device_is_not_disturbed(number, machine):
+    graphed, foreign, own = wrap(index=1), XPUGraph(), Stream(key=(1, number))
+    with xpu_emulation.stream(own):
+        graphed(x=X)
+        graphed(x=X)
+        foreign.capture_begin()
+    result = graphed(x=X)
+    with xpu_emulation.stream(own):
+        foreign.capture_end()
+    foreign.reset()
+    assert torch.equal(result, X * 2 + 1)
+    assert graphed.stats()["eager_reasons"] == {"called inside another capture": 1}
+
+
+def test_the_forwards_own_error_is_not_replaced_by_that_of_a_wait(machine, monkeypatch):
+    def lost(stream, other):
+        raise RuntimeError("device lost")
+
+    state = PoolState(torch.device("xpu", 0))
+    with pytest.raises(ValueError, match="its own") as caught, state.side():
+        monkeypatch.setattr(Stream, "wait_stream", lost)
+        raise ValueError("its own")
+    assert caught.value.__notes__ == ["and RuntimeError: device lost"]
+    monkeypatch.undo()
+
+
+def test_a_wait_that_fails_after_a_forward_is_told(machine, monkeypatch):
+    def lost(stream, other):
+        raise RuntimeError("device lost")
+
+    state = PoolState(torch.device("xpu", 0))
+    with pytest.raises(RuntimeError, match="device lost"), monkeypatch.context() as patch, state.side():
+        patch.setattr(Stream, "wait_stream", lost)
+
+
 # -------------------------------------------------------------------------------------------- freeing
+
+
+def in_a_cycle(graphed):
+    cycle = [graphed]
+    cycle.append(cycle)
+
+
+@pytest.mark.timeout(60)
+def test_the_collector_may_meet_another_graph_while_one_is_freed(machine, monkeypatch):
+    first = wrap()
+    second = wrap(pool=first.pool)
+    for graphed in (first, second):
+        graphed(x=X)
+        graphed(x=X)
+    real = xpu_emulation.Event.synchronize
+
+    def collect(event):
+        monkeypatch.setattr(xpu_emulation.Event, "synchronize", real)
+        gc.collect()
+        return real(event)
+
+    gc.disable()
+    try:
+        in_a_cycle(second)
+        del second, graphed
+        monkeypatch.setattr(xpu_emulation.Event, "synchronize", collect)
+        first.close()
+    finally:
+        gc.enable()
+    assert machine.graphs == set()
+    assert first.pool.backend.memory._graphs == 0
+
+
+@pytest.mark.timeout(120)
+def test_the_collector_may_run_anywhere_while_a_graph_is_freed(machine):
+    """By its own trigger, after so many objects."""
+    before, freed = gc.get_threshold(), 0
+    gc.collect()
+    gc.freeze()  # what is there already, which takes long to look through
+    try:
+        for count in range(40):
+            first = wrap()
+            second = wrap(pool=first.pool)
+            for graphed in (first, second):
+                graphed(x=X)
+                graphed(x=X)
+            memory = first.pool.backend.memory
+            gc.collect()
+            gc.disable()
+            in_a_cycle(second)
+            del second, graphed
+            gc.set_threshold(gc.get_count()[0] + count, 10, 10)
+            gc.enable()
+            first.close()
+            gc.disable()
+            gc.set_threshold(*before)
+            freed += not machine.graphs
+            gc.collect()
+            assert machine.graphs == set()
+            assert memory._graphs == 0
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
+        gc.unfreeze()
+    assert freed, "the collector never ran in there"
+
+
+@pytest.mark.parametrize("where", ["in this thread", "in another thread"])
+def test_the_last_graph_of_a_pool_may_leave_as_a_capture_into_it_begins(where, machine, monkeypatch):
+    """torch does not count the new graph yet: it would drop the pool under it."""
+    graphed = wrap()
+    graphed(x=X)
+    (handle,) = machine.pools
+    leaving = [graphed]
+    later = wrap(pool=graphed.pool)
+    del graphed
+    real = XPUGraph.capture_begin
+
+    def begin(graph, pool=None):
+        if leaving:
+            drop = leaving.clear
+            if "another" in where:
+                thread = threading.Thread(target=drop)
+                thread.start()
+                thread.join(30)
+            else:
+                drop()
+        real(graph, pool)
+
+    monkeypatch.setattr(XPUGraph, "capture_begin", begin)
+    for seed in range(3):
+        assert torch.equal(later(x=zoo.rows(3, seed)), zoo.rows(3, seed) * 2 + 1)
+    assert leaving == []
+    assert (later.captures, later.disabled_reason) == (1, None)
+    assert {key: len(graphs) for key, graphs in machine.pools.items()} == {handle: 1}
+    assert later.pool.backend.memory._graphs == 1
+
+
+def test_a_graph_that_cannot_be_freed_as_a_capture_begins_is_told(machine, caplog):
+    memory = PoolMemory()
+
+    def fail():
+        raise RuntimeError("device lost")
+
+    with memory.enter(), memory.enter():
+        memory.leave(fail)
+    assert "a graph could not be freed: RuntimeError: device lost" in caplog.text
+    assert memory._graphs == 1
+
+
+@pytest.mark.timeout(30)
+def test_a_graph_may_leave_while_its_thread_counts_another_one(machine):
+    """The collector may run under the lock too."""
+    memory, freed = PoolMemory(), []
+
+    class Collecting(list):
+        def append(self, free):
+            super().append(free)
+            if len(self) == 1:
+                memory.leave(lambda: freed.append("met by the collector"))
+
+    with memory.enter(), memory.enter():
+        memory._late = Collecting()
+        memory.leave(lambda: freed.append("let go"))
+    assert freed == ["let go", "met by the collector"]
+    assert memory._graphs == 0
+
+
+def test_a_graph_may_be_freed_while_its_memory_is_entered(machine):
+    memory = PoolMemory()
+    with memory.enter() as first:
+        pass
+
+    def free():
+        with memory.enter() as other:
+            assert other != first, "torch is about to drop the pool that this graph was in"
+
+    memory.leave(free)
+    assert memory._graphs == 1
+
+
+def test_a_graph_whose_replay_cannot_be_waited_for_is_kept(machine, monkeypatch, kept, caplog):
+    graphed = wrap()
+    on_streams(graphed)
+
+    def lost(event):
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(xpu_emulation.Event, "synchronize", lost)
+        graphed.close()
+    assert "a graph could not be freed: RuntimeError: device lost" in caplog.text
+    assert machine.graphs == set(kept)
+    assert len(kept) == 1
+    assert graphed.pool.backend.memory._graphs == 0, "the next capture opens another pool"
 
 
 @pytest.mark.parametrize("end", ["close", "reset", "disable", "evict", "drop"])

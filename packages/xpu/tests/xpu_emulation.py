@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class Machine:
 
     Attributes:
         faults: what the next matching step does: "begin", "end" and "finalize" fail, "lose" loses a capture's work.
+        lasting: those of them that come about each time.
         limit: bytes that one capture may allocate.
         synced: how often the host waited for an event or a stream.
         generator_captures: whether the random generator believes in a capture.
@@ -51,10 +53,12 @@ class Machine:
         self.queues = {(index, number): Queue() for index in range(DEVICES) for number in range(STREAMS + 1)}
         self.host = {}
         self.faults = set()
+        self.lasting = set()
         self.limit = 1 << 40
         self.synced = 0
         self.generator_captures = False
         self.pools = {}  # graphs by handle
+        self.uses = Counter()  # of each pool, as torch counts them; with the last one it drops the pool
         self.gone = set()
         self.latest = {}  # the last replay of each pool: queue and tick
         self.numbers = itertools.count()
@@ -64,6 +68,8 @@ class Machine:
         self.routed = set()
 
     def fault(self, name):
+        if name in self.lasting:
+            return True
         if name not in self.faults:
             return False
         self.faults.remove(name)
@@ -167,9 +173,9 @@ class XPUGraph:
         machine.graphs.add(self)
         self._stream, self._pool = stream, pool or graph_pool_handle()
         machine.routed.add(self._pool)
+        machine.uses[self._pool] += 1
         if machine.fault("begin"):
             raise RuntimeError("begin_recording failed")
-        machine.pools.setdefault(self._pool, set()).add(self)
         stream.queue.recording = self
         self._scope.enter_context(uncompiled())
         self._scope.enter_context(_Work(self._work))
@@ -186,6 +192,7 @@ class XPUGraph:
         machine.routed.discard(self._pool)
         machine.generator_captures = False
         self._ended = True
+        machine.pools.setdefault(self._pool, set()).add(self)
         if machine.fault("finalize"):
             raise RuntimeError("finalize failed")
         if machine.fault("lose"):
@@ -210,8 +217,7 @@ class XPUGraph:
             raise Race(f"a graph freed while it may run on {late}")
         if self._ended:
             machine.pools[self._pool].discard(self)
-            if not machine.pools[self._pool]:
-                machine.gone.add(self._pool)
+            release_pool(self._stream.device, self._pool)
         self._ended, self._replays = False, {}
         machine.graphs.discard(self)
         self._work.reset()
@@ -275,7 +281,10 @@ def end_allocate_to_pool(device, mempool_id):
 
 
 def release_pool(device, mempool_id):
-    machine.pools.pop(mempool_id, None)
+    assert machine.uses[mempool_id] > 0, "a pool was released once too often"
+    machine.uses[mempool_id] -= 1
+    if not machine.uses[mempool_id]:
+        machine.gone.add(mempool_id)
 
 
 EMULATED = (

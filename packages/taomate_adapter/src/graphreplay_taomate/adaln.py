@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -31,8 +32,11 @@ def capture_context(module: Any) -> Iterator[None]:
     Contexts of one memo may be nested, or overlap in several threads: the first one in bypasses it, the last one out
     restores it. A forward that another thread runs meanwhile computes its projections as well.
 
+    A memo is told to forget the embedding prepared last, by ``prepare`` of an empty one. Where it refuses that, its
+    budget of 0 alone keeps it out.
+
     Raises:
-        Exception: whatever a memo raises when it is bypassed; those that were already are restored.
+        Exception: whatever a memo raises when its budget is set; those that were bypassed already are restored.
     """
     with ExitStack() as stack:
         for memo in _memos(module):
@@ -62,24 +66,50 @@ class _Bypass:
     def __init__(self, memo: Any) -> None:
         self.holders = 0
         self._memo = memo
-        self._changed = {"max_bytes": memo.max_bytes}
+        self._changed: dict[str, Any] = {}
 
     def begin(self) -> None:
-        before = dict(getattr(self._memo, "__dict__", {}))
-        self._memo.max_bytes = 0
-        if hasattr(self._memo, "prepare"):
-            # It forgets the embedding of the forward before. Were it to do so in the forward that is captured, that
-            # would be Python state that the forward changes, which no capture allows.
-            try:
-                self._memo.prepare(torch.empty(0, device="cpu"))
-            except BaseException:
-                self.end()
-                raise
-        self._changed |= {name: was for name, was in before.items() if getattr(self._memo, name, None) is not was}
+        before, budget = _attributes(self._memo), self._memo.max_bytes
+        try:
+            self._memo.max_bytes = 0
+            if hasattr(self._memo, "prepare"):
+                # It forgets the embedding of the forward before. Were it to do so in the forward that is captured, that
+                # would be Python state that the forward changes, which no capture allows.
+                with suppress(Exception):  # it may look closer at an embedding: then the budget alone has to do
+                    self._memo.prepare(torch.empty(0, device="cpu"))
+            self._note(before, budget)
+        except BaseException:
+            self._note(before, budget)
+            self.end()
+            raise
+
+    def _note(self, before: dict[str, Any], budget: Any) -> None:
+        after = _attributes(self._memo)
+        names = [name for name in before | after if before.get(name, _ABSENT) is not after.get(name, _ABSENT)]
+        self._changed = {name: before.get(name, _ABSENT) for name in names}
+        self._changed.setdefault("max_bytes", budget)  # it may be a property
 
     def end(self) -> None:
+        """Sets back what ``begin`` has changed."""
         for name, was in self._changed.items():
-            setattr(self._memo, name, was)
+            if was is _ABSENT:
+                if name in _attributes(self._memo):
+                    delattr(self._memo, name)
+            elif getattr(self._memo, name, _ABSENT) is not was:
+                setattr(self._memo, name, was)
+
+
+_ABSENT = object()
+
+
+def _attributes(memo: Any) -> dict[str, Any]:
+    """What an object's own attributes are bound to, those in ``__slots__`` too."""
+    found = dict(getattr(memo, "__dict__", {}))
+    for cls in type(memo).__mro__:
+        for name, member in vars(cls).items():
+            if isinstance(member, MemberDescriptorType) and hasattr(memo, member.__name__):
+                found[name] = member.__get__(memo)
+    return found
 
 
 _lock = threading.RLock()

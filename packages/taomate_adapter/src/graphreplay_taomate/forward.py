@@ -27,9 +27,10 @@ class PlainForward(graphreplay.GraphedForward):
 class GraphedForward(graphreplay.GraphedForward):
     """The graphed forward of the platform that ``device`` names, with TaoMate's arguments.
 
-    An instance is of this class and of the platform's own, such as ``graphreplay_cuda.CUDAGraphedForward``; calls,
-    properties and errors are those of ``graphreplay.GraphedForward``. Captures run in ``capture_context(module)``, so
-    that the graph holds the AdaLN projections themselves.
+    An instance is of this class and of the platform's own, such as ``graphreplay_cuda.CUDAGraphedForward``: it gets a
+    class that is made for both, so that ``isinstance`` holds for either, and ``type(graphed) is GraphedForward`` does
+    not. Calls, properties and errors are those of ``graphreplay.GraphedForward``. Captures run in
+    ``capture_context(module)``, so that the graph holds the AdaLN projections themselves.
 
     Where nothing can capture, ``enabled`` is False, calls are plain forwards, and ``disabled_reason`` says why: on a
     CPU, and, with a warning in the log, where the platform's package is missing (the reason names it), cannot be
@@ -86,7 +87,11 @@ class GraphedForward(graphreplay.GraphedForward):
             capture_context=context,
             **others,
         )
-        if isinstance(self, PlainForward) and self.device.type != "cpu":
+        if (
+            isinstance(self, PlainForward)
+            and self.device.type != "cpu"
+            and self.disabled_reason == _why_plain(self.device)
+        ):
             logger.warning("%s captures no graphs: %s", self.name, self.disabled_reason)
 
 

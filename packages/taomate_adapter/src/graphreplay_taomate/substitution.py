@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +20,8 @@ SUBSTITUTES: dict[str, Any] = {
 }
 
 _INHERITED = object()
-_installed: dict[int, tuple[Any, dict[str, Any]]] = {}
-"""By the id of the target: the target, and what its own names were bound to."""
+_installed: dict[int, tuple[Any, dict[str, tuple[Any, Any]]]] = {}
+"""By the id of the target: the target, and for each name what it was bound to, and what this package bound it to."""
 
 
 def install(target: ModuleType | str | Any) -> tuple[str, ...]:
@@ -31,40 +32,86 @@ def install(target: ModuleType | str | Any) -> tuple[str, ...]:
 
     Args:
         target: a module, the import name of one, or another object with such attributes, as the platform object whose
-            ``get_graphed_forward_cls`` is asked. What other modules have imported from it by name stays as it is:
-            install into those that call.
+            ``get_graphed_forward_cls`` is asked, or its class. What other modules have imported from it by name stays
+            as it is: install into those that call.
 
     Returns:
         The names that are bound to this package's now.
 
     Raises:
-        ConfigurationError: the target has none of the names.
+        ConfigurationError: the target has none of the names, or does not let one of them be bound, and is as before;
+            or it is graphreplay itself.
         ImportError: there is no module of that name.
     """
     if isinstance(target, str):
         target = import_module(target)
+    if isinstance(target, ModuleType) and target.__name__.partition(".")[0] == graphreplay.__name__:
+        raise graphreplay.ConfigurationError(f"{target!r} is what this package builds on; install into its callers")
     names = tuple(name for name in SUBSTITUTES if hasattr(target, name))
     if not names:
         raise graphreplay.ConfigurationError(f"{target!r} has none of the names {', '.join(SUBSTITUTES)}")
-    _, originals = _installed.setdefault(id(target), (target, {}))
-    for name in names:
-        originals.setdefault(name, vars(target).get(name, _INHERITED))
-        setattr(target, name, SUBSTITUTES[name])
+    _, known = _installed.get(id(target), (target, {}))
+    bound, before = dict(known), {}
+    try:
+        for name in names:
+            was = _own(target, name)
+            original, ours = known.get(name, (was, _substitute(target, name)))
+            _bind(target, name, ours)
+            bound[name], before[name] = (original, ours), was
+    except Exception as error:
+        for name, was in before.items():
+            _restore(target, name, was)
+        raise graphreplay.ConfigurationError(f"the names of {target!r} cannot be bound: {error}") from error
+    _installed[id(target)] = target, bound
     return names
 
 
 def uninstall(target: ModuleType | str | Any) -> tuple[str, ...]:
     """Binds the names of a target to what they were bound to before ``install``; does nothing where it was not called.
 
+    Names that someone else has bound or deleted since then stay as they are. A module may be named also after it has
+    left ``sys.modules``.
+
     Returns:
         The names that were restored.
     """
+    targets = [target]
     if isinstance(target, str):
-        target = sys.modules.get(target)
-    _, originals = _installed.pop(id(target), (target, {}))
-    for name, original in originals.items():
-        if original is not _INHERITED:
-            setattr(target, name, original)
-        elif name in vars(target):
-            delattr(target, name)
-    return tuple(originals)
+        modules = [known for known, _ in _installed.values() if isinstance(known, ModuleType)]
+        targets = [known for known in modules if known is sys.modules.get(target) or known.__name__ == target]
+    restored: dict[str, None] = {}
+    for known in targets:
+        _, bound = _installed.pop(id(known), (known, {}))
+        for name, (original, ours) in bound.items():
+            if _own(known, name) is ours:
+                _restore(known, name, original)
+                restored[name] = None
+    return tuple(restored)
+
+
+def _substitute(target: Any, name: str) -> Any:
+    substitute = SUBSTITUTES[name]
+    # In a class a function would become a method of its instances.
+    return staticmethod(substitute) if isinstance(target, type) and isfunction(substitute) else substitute
+
+
+def _own(target: Any, name: str) -> Any:
+    """What a target's own name is bound to, or _INHERITED."""
+    return getattr(target, "__dict__", {}).get(name, _INHERITED)
+
+
+def _bind(target: Any, name: str, value: Any) -> None:
+    """Raises whatever the target raises, or TypeError where the name is kept elsewhere than in its ``__dict__``, so
+    that it could not be told whose it is."""
+    before = getattr(target, name)
+    setattr(target, name, value)
+    if _own(target, name) is not value:
+        setattr(target, name, before)
+        raise TypeError(f"{name} is a slot or a property")
+
+
+def _restore(target: Any, name: str, original: Any) -> None:
+    if original is not _INHERITED:
+        setattr(target, name, original)
+    elif _own(target, name) is not _INHERITED:
+        delattr(target, name)

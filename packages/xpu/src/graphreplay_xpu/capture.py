@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from contextlib import ExitStack, suppress
+from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -35,36 +35,40 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
             not reached the graph. The current stream and the random generator are as before.
     """
     captured, memory = torch.xpu.XPUGraph(), pool.memory
-    with one_at_a_time, torch.xpu.stream(pool.capture_stream):
-        handle = memory.enter()
-        try:
-            captured.capture_begin(pool=handle)
-        except RuntimeError as error:
-            _mend(captured, pool, handle)
-            raise CaptureError(f"torch could not begin it: {_first_line(error)}") from error
-        before = torch.xpu.memory_reserved(pool.device)
-        try:
-            outputs = forward()
-        except BaseException as failure:
+    with ExitStack() as unless_kept:
+        with one_at_a_time, torch.xpu.stream(pool.capture_stream):
+            with memory.enter() as handle:
+                unless_kept.callback(memory.leave, captured.reset)
+                _begin(captured, pool, handle)
+            before = torch.xpu.memory_reserved(pool.device)
             try:
-                _end(captured, pool, handle)
-            except CaptureError as error:
-                failure.add_note(f"and {error}")
-            memory.leave(captured.reset)
-            raise
-        grown = torch.xpu.memory_reserved(pool.device) - before
-        try:
+                outputs = forward()
+            except BaseException as failure:
+                try:
+                    _end(captured, pool, handle)
+                except Exception as error:
+                    failure.add_note(f"and {error}")
+                raise
+            grown = torch.xpu.memory_reserved(pool.device) - before
             empty = _end(captured, pool, handle)
-        except CaptureError:
-            memory.leave(captured.reset)
-            raise
+        lost = _first_launch(forward, pool) if empty else None
+        if lost is not None:
+            raise CaptureError(f"the graph is empty, though the forward runs {lost}: its work went past the capture")
+        unless_kept.pop_all()
     # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds.
-    result = CapturedForward(captured, memory, pool.device, max(0, grown))
-    lost = _first_launch(forward, pool) if empty else None
-    if lost is not None:
-        result.reset()
-        raise CaptureError(f"the graph is empty, though the forward runs {lost}: its work went past the capture")
-    return result, outputs
+    return CapturedForward(captured, memory, pool.device, max(0, grown)), outputs
+
+
+def _begin(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> None:
+    """Begins a capture.
+
+    Raises:
+        CaptureError: torch could not begin it. Later captures of the pool run elsewhere.
+    """
+    try:
+        captured.capture_begin(pool=handle)
+    except BaseException as error:
+        _failed(error, "begin", captured, pool, handle)
 
 
 def _end(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> bool:
@@ -74,32 +78,63 @@ def _end(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> bool:
         CaptureError: torch could not end it. Later captures of the pool run elsewhere.
     """
     torch.xpu.set_stream(pool.capture_stream)  # whatever stream was left current
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=_EMPTY)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
             captured.capture_end()
-    except UserWarning:  # torch raises it after the capture has ended in good order
-        return True
-    except RuntimeError as error:
-        _mend(captured, pool, handle)
-        raise CaptureError(f"torch could not end it: {_first_line(error)}") from error
-    return False
+        except BaseException as error:
+            _failed(error, "end", captured, pool, handle)
+    empty = False
+    for warning in told:
+        if str(warning.message).startswith(_EMPTY):
+            empty = True
+        else:  # not ours
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return empty
 
 
-def _mend(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> None:
+def _failed(error: BaseException, what: str, captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> NoReturn:
+    """Undoes what ``capture_begin`` or ``capture_end`` left behind, and raises its error, as a CaptureError if it is
+    torch's."""
+    left = _mend(captured, pool, handle)
+    if isinstance(error, RuntimeError):
+        reason = f"torch could not {what} it: {_first_line(error)}"
+        raise CaptureError("; ".join(filter(None, (reason, left)))) from error
+    if left:
+        error.add_note(left)
+    raise error
+
+
+def _mend(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> str | None:
     """Undoes what torch leaves behind where ``capture_begin`` or ``capture_end`` raised: a stream that may still be
-    recorded, memory that still goes to the pool, and a random generator that believes in a capture."""
+    recorded, memory that still goes to the pool, and a random generator that believes in a capture.
+
+    Returns:
+        What could not be undone, or None.
+    """
+    _abandon(captured, pool, handle)
+    trivial, own = torch.xpu.XPUGraph(), torch.xpu.graph_pool_handle()
+    try:
+        with torch.xpu.stream(pool.capture_stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_EMPTY)
+            trivial.capture_begin(pool=own)
+            trivial.capture_end()  # which sets the generator right
+            trivial.reset()
+    except BaseException as error:
+        _abandon(trivial, pool, own)
+        if not isinstance(error, RuntimeError):
+            raise
+        return f"the random generator may still be in it: {_first_line(error)}"
+    return None
+
+
+def _abandon(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> None:
+    """Has torch send no more memory to a graph that it could not capture, and later captures run elsewhere."""
     kept_graphs.append(captured)  # torch's allocators may still ask it which streams are its own
     with suppress(RuntimeError):  # where torch did so itself
         torch._C._xpu_endAllocateToPool(pool.device.index, handle)
         torch._C._xpu_releasePool(pool.device.index, handle)
     pool.renew()
-    trivial = torch.xpu.XPUGraph()
-    with torch.xpu.stream(pool.capture_stream), warnings.catch_warnings(), suppress(RuntimeError):
-        warnings.filterwarnings("ignore", message=_EMPTY)
-        trivial.capture_begin()
-        trivial.capture_end()  # which sets the generator right
-        trivial.reset()
 
 
 def _first_launch(forward: Callable[[], Any], pool: PoolState) -> str | None:
@@ -127,5 +162,5 @@ class _Launches(OpMode):
         return result
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]

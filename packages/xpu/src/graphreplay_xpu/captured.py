@@ -13,7 +13,8 @@ from graphreplay.storage import CopyPlan
 from graphreplay_xpu.pools import PoolMemory, is_capturing
 
 kept_graphs: list[torch.xpu.XPUGraph] = []
-"""Graphs that must not be destroyed: torch still points to them, or this is a forked child without a device."""
+"""Graphs that must not be destroyed: torch still points to them, their replays could not be waited for, or this
+is a forked child without a device."""
 
 
 class CapturedForward:
@@ -63,7 +64,11 @@ class CapturedForward:
     def _free(self, graph: torch.xpu.XPUGraph) -> None:
         stream = self._last_stream
         if stream is not None:
-            if not is_capturing(stream):
-                self._replayed.record(stream)  # once more: what a call copied out of the graph came after its replay
-            self._replayed.synchronize()
+            try:
+                if not is_capturing(stream):
+                    self._replayed.record(stream)  # once more: what a call copied out came after its graph's replay
+                self._replayed.synchronize()
+            except BaseException:
+                kept_graphs.append(graph)  # a replay may still run, and its destructor would not wait either
+                raise
         graph.reset()

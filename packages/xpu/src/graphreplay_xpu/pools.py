@@ -9,36 +9,66 @@ from typing import Any
 
 import torch
 
+from graphreplay.stats import logger
+
+STREAMS = 32
+"""How many streams torch hands out for a device before it begins again."""
+
 one_at_a_time = threading.RLock()
 """Held by whoever warms up or captures. Captures of one process share the state of the random generator, and torch
-hands out 32 streams in turn, so that two pools may have the same one: what one of them warms up with would go into the
+hands out its streams in turn, so that two pools may have the same one: what one of them warms up with would go into the
 graph that the other one captures."""
 
 
 class PoolMemory:
     """torch's memory pool under the graphs of a GraphPool. torch drops a pool with its last graph, so that the next one
-    opens another."""
+    opens another.
+
+    Graphs are let go from any thread, and wherever the garbage collector runs, be it in here: so the lock is reentrant,
+    and nothing is freed under it.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # graphs are let go from any thread
+        self._lock = threading.RLock()
         self._graphs = 0
         self._handle: Any = None  # torch has a type of its own for it
+        self._begins = False
+        self._late: list[Callable[[], None]] = []
 
-    def enter(self) -> Any:
-        """torch's handle of the pool, for one more graph, whose capture begins."""
+    @contextmanager
+    def enter(self) -> Iterator[Any]:
+        """torch's handle of the pool, for one more graph, whose capture begins in the body: until it has, torch does
+        not count it, so that graphs which leave meanwhile are freed at the end of the body."""
         with self._lock:
+            self._begins = True  # first: from here on no graph is freed
             if self._graphs == 0:
                 self._handle = torch.xpu.graph_pool_handle()
             self._graphs += 1
-            return self._handle
+            handle = self._handle
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._begins = False
+                late, self._late = self._late, []
+            for free in late:
+                try:
+                    free()
+                except Exception as error:
+                    logger.warning("a graph could not be freed: %s: %s", type(error).__name__, error)
 
     def leave(self, free: Callable[[], None]) -> None:
-        """Frees a graph by ``free()``, with which it leaves the pool."""
+        """Frees a graph by ``free()``, with which it leaves the pool.
+
+        It is counted out first: a capture that begins meanwhile opens another pool, rather than enter one that torch
+        drops under it. The order in which several leave at once does not matter then.
+        """
         with self._lock:
-            try:
-                free()
-            finally:
-                self._graphs -= 1
+            self._graphs -= 1
+            if self._begins:
+                self._late.append(free)
+                return
+        free()
 
 
 class PoolState:
@@ -55,6 +85,10 @@ class PoolState:
         self.memory = PoolMemory()
         # Warm-ups run here too, so that whatever libraries allocate at a stream's first use is no memory of a graph.
         self.capture_stream = torch.xpu.Stream(self.device)
+        for _ in range(STREAMS - 1):  # some may be recorded for good, by captures that torch could not end
+            if not is_capturing(self.capture_stream):
+                break
+            self.capture_stream = torch.xpu.Stream(self.device)
 
     @contextmanager
     def side(self) -> Iterator[None]:
@@ -65,13 +99,19 @@ class PoolState:
             try:
                 with torch.xpu.stream(side):
                     yield
-            finally:
-                current.wait_stream(side)
+            except BaseException as failure:
+                try:
+                    current.wait_stream(side)
+                except Exception as error:
+                    failure.add_note(f"and {type(error).__name__}: {error}")
+                raise
+            current.wait_stream(side)
 
     @property
     def blocked(self) -> bool:
-        """Whether someone else captures the stream of the latest work, so that nothing can wait for it."""
-        return torch.xpu.current_stream(self.device) != self.last_stream and is_capturing(self.last_stream)
+        """Whether the stream of the latest work is being captured, and is not the current one: then nothing can wait
+        for it."""
+        return torch.xpu.current_stream() != self.last_stream and is_capturing(self.last_stream)
 
 
 def is_capturing(stream: torch.xpu.Stream) -> bool:
