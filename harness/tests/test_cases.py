@@ -149,12 +149,13 @@ def test_only_cases_that_let_a_deadline_pass_have_a_short_one():
     [
         ("raise:between-in-capture:1", [cases.DISAGREEMENT], "a capture of a GPU issues no collectives"),
         ("out-of-memory:between-in-capture:all", ["disabled"], "a capture of a GPU issues no collectives"),
-        ("always:warm-up:0", [cases.DISAGREEMENT], "nothing but the end of its process ends a collective"),
+        ("death:clone:0", None, "nothing but the end of its process ends a collective"),
     ],
 )
 def test_what_a_gpu_leaves_out_is_a_case_on_the_cpu(name, expected, why):
     (case,) = cases.choose(cases.matrix(WORLD)[0], [name])
-    assert [sorted(each.outcomes) for each in case.expected] == [expected] * WORLD
+    if expected is not None:
+        assert [sorted(each.outcomes) for each in case.expected] == [expected] * WORLD
     made, left_out = cases.matrix(WORLD, "cuda")
     assert name not in {case.name for case in made}
     assert dict(left_out)[name].startswith(why)

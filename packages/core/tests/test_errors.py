@@ -19,6 +19,7 @@ BUILT_IN = {
     "NotCopyableError": TypeError,
     "PositionalArgumentError": TypeError,
     "RankDisagreementError": RuntimeError,
+    "StateLostError": RuntimeError,
     "TreeMismatchError": ValueError,
     "UnknownDeviceError": ValueError,
     "UnsupportedLeafError": TypeError,

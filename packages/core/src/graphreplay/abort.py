@@ -68,4 +68,4 @@ class CollectiveAbort:
         try:
             group._get_backend(self._device).abort()
         except RuntimeError as error:
-            logger.warning("collectives of a group cannot be aborted, and may hang: %s", error)
+            logger.warning("collectives of a group cannot be aborted, and may hang: %s", str(error))

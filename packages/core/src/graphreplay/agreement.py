@@ -208,7 +208,7 @@ class Agreement:
             # Errors of other programs may hold halves of characters, which no store takes.
             self._store.set(key, text.encode(errors="backslashreplace").decode())
         except RuntimeError as error:  # whoever hosts the store is gone; there is something worse to tell
-            logger.warning("rank %d cannot tell the others at %s: %s: %s", self.rank, key, text, error)
+            logger.warning("rank %d cannot tell the others at %s: %s: %s", self.rank, key, text, str(error))
 
     def _delete(self, key: str) -> None:
         with suppress(RuntimeError):  # it is clean-up, and no reason to lose a verdict

@@ -29,8 +29,8 @@ def free(entry: Entry) -> None:
     """Frees an evicted graph. Whoever evicts it has a call in hand that is right, or more graphs to free."""
     try:
         entry.free()
-    except Exception as error:
-        logger.warning("a graph could not be freed: %s: %s", type(error).__name__, error)
+    except Exception as error:  # as text: a handler may keep what it is given, and an error keeps the graph
+        logger.warning("a graph could not be freed: %s: %s", type(error).__name__, str(error))
 
 
 class GraphStore(BackendHooks):
@@ -159,7 +159,7 @@ class GraphStore(BackendHooks):
         try:
             self._release_memory()
         except Exception as error:  # the graphs are gone all the same
-            logger.warning("memory of graphs could not be given back: %s: %s", type(error).__name__, error)
+            logger.warning("memory of graphs could not be given back: %s: %s", type(error).__name__, str(error))
 
     def _what_is_new(self, key: Key) -> str:
         return "first capture" if self._last is None else key.news_since(self._last)

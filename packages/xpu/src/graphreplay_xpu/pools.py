@@ -55,7 +55,7 @@ class PoolMemory:
                 try:
                     free()
                 except Exception as error:
-                    logger.warning("a graph could not be freed: %s: %s", type(error).__name__, error)
+                    logger.warning("a graph could not be freed: %s: %s", type(error).__name__, str(error))
 
     def leave(self, free: Callable[[], None]) -> None:
         """Frees a graph by ``free()``, with which it leaves the pool.
