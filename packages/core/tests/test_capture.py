@@ -1,15 +1,19 @@
 """The parts of a capture: process state around it, contexts, and how failures are told."""
 
 import gc
+import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphreplay import ReferenceGraphedForward
+from graphreplay import ReferenceGraphedForward, capture
 from graphreplay.capture import body_error_wins, capturing_here, describe, quiet_capture
 from graphreplay.errors import HostSyncError
+from graphreplay.observe import Snapshot
 
 CPU = torch.device("cpu")
 
@@ -57,6 +61,74 @@ def test_captures_of_threads_leave_the_generators_alone():
     assert torch.equal(torch.get_rng_state(), state)
     assert [wrapper.disabled_reason for wrapper in graphed] == [None] * 4
     assert [wrapper.captures for wrapper in graphed] == [11] * 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_forward_that_waits_for_a_capture_of_another_thread_goes_on(monkeypatch, ahead):
+    monkeypatch.setattr(capture, "TURN_LIMIT", 0.05)
+    inner = ReferenceGraphedForward(lambda *, x: x + 1, device="cpu")
+    lengths = iter(range(1, 100))
+
+    def forward(*, x):
+        with torch.no_grad():
+            worker.submit(inner, x=torch.ones(next(lengths))).result(60)
+        return x * 2
+
+    outer = ReferenceGraphedForward(forward, device="cpu")
+    with ThreadPoolExecutor(1) as worker, torch.no_grad():
+        if ahead:
+            outer.prepare(x=torch.ones(2))
+        assert [outer(x=torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert (outer.disabled_reason, inner.disabled_reason) == (None, None)
+
+
+def test_refusals_keep_no_wrapper_alive():
+    gone = []
+    gc.collect()
+    gc.disable()
+    try:
+        for forward in (lambda *, x: x * x.sum().item(), lambda *, x: x.nonzero()):
+            wrapper = ReferenceGraphedForward(forward, device="cpu")
+            with torch.no_grad():
+                wrapper(x=torch.ones(2))
+            assert "host wait" in wrapper.disabled_reason
+            gone.append(weakref.ref(wrapper))
+            del wrapper
+    finally:
+        gc.enable()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_host_numbers_of_a_capture_that_failed_are_put_back():
+    def forward(*, x):
+        return x * random.random() * x.sum().item()
+
+    graphed = ReferenceGraphedForward(forward, device="cpu")
+    random.seed(7)
+    with torch.no_grad():
+        got = [graphed(x=torch.ones(1)).item() for _ in range(3)]
+    random.seed(7)
+    assert got == pytest.approx([random.random() for _ in range(3)])
+
+
+def test_an_interrupted_restore_is_finished():
+    first, second = torch.zeros(2), torch.zeros(2)
+    snapshot = Snapshot([first, second])
+    first += 1
+    second += 1
+    copies = []
+
+    class Interrupts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                copies.append(func)
+                if len(copies) == 2:
+                    raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        snapshot.restore()
+    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [0.0, 0.0])
 
 
 def test_quiet_captures_of_two_threads_overlap():

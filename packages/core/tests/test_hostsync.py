@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphreplay.errors import HostSyncError
-from graphreplay.hostsync import refuse_host_sync
+from graphreplay.hostsync import HostSyncProbe
 from graphreplay.testing.zoo import rows
 
 SYNCING = {
@@ -82,7 +82,7 @@ def mode(request):
 def test_refused(name, mode):
     with mode():
         x = rows(3)
-        with pytest.raises(HostSyncError, match=r"test_hostsync\.py:\d+"), refuse_host_sync("cpu"):
+        with pytest.raises(HostSyncError, match=r"test_hostsync\.py:\d+"), HostSyncProbe("cpu"):
             SYNCING[name](x)
 
 
@@ -90,26 +90,26 @@ def test_refused(name, mode):
 def test_allowed(name, mode):
     with mode():
         x = rows(3)
-        with refuse_host_sync("cpu"):
+        with HostSyncProbe("cpu"):
             QUIET[name](x)
 
 
 def test_outside_the_body_nothing_is_refused():
-    with refuse_host_sync("cpu"):
+    with HostSyncProbe("cpu"):
         pass
     assert rows(3)[0, 0].item() == rows(3).tolist()[0][0]
 
 
 def test_the_body_goes_on_and_its_first_wait_is_told():
     done = []
-    with pytest.raises(HostSyncError, match=r"^Tensor\.tolist\(\)"), refuse_host_sync("cpu"):
+    with pytest.raises(HostSyncError, match=r"^Tensor\.tolist\(\)"), HostSyncProbe("cpu"):
         done.append(torch.tensor([3]).tolist())  # other ranks wait for what comes behind it
         done.append(torch.ones(()).item())
     assert done == [[3], 1.0]
 
 
 def test_what_raises_behind_a_wait_may_come_of_it():
-    with pytest.raises(HostSyncError, match="local_scalar") as caught, refuse_host_sync("cpu"):
+    with pytest.raises(HostSyncError, match="local_scalar") as caught, HostSyncProbe("cpu"):
         raise ValueError(str(torch.ones(()).item()))
     assert repr(caught.value.__cause__) == "ValueError('1.0')"
 
@@ -119,6 +119,6 @@ def test_message_names_what_and_where():
         return x.cpu()
 
     line = model.__code__.co_firstlineno + 1
-    with pytest.raises(HostSyncError) as caught, refuse_host_sync("cpu"):
+    with pytest.raises(HostSyncError) as caught, HostSyncProbe("cpu"):
         model(rows(3))
     assert str(caught.value).startswith(f"Tensor.cpu() at {__file__}:{line} in model ")

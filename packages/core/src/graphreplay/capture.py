@@ -27,6 +27,9 @@ from graphreplay.together import Alone, Failure
 from graphreplay.tree import replace_tensors, tensors
 from graphreplay.weights import ModuleWatch
 
+TURN_LIMIT = 2.0
+"""Seconds that a capture without peers waits for one of another thread, which may be waiting for this very thread."""
+
 _turn = threading.RLock()
 """Held by a capture without peers: two at once would put back each other's random generators."""
 
@@ -77,19 +80,28 @@ def quiet_capture(device: torch.device, *, alone: bool = True) -> Iterator[None]
     memory of one graph to others. All of it is as before afterwards.
 
     Args:
-        alone: whether no other rank waits for this capture, so that captures of other threads can.
+        alone: whether no other rank waits for this capture, so that it can wait for those of other threads.
+
+    Raises:
+        Failure: another thread captures, and goes on to do so.
     """
+    if alone and not _turn.acquire(timeout=TURN_LIMIT):
+        raise Failure("skip", "another thread captures; a later call may be captured")
     caching = torch.is_autocast_cache_enabled()
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # without devices it saves the CPU's generator alone
-    with _turn if alone else nullcontext(), torch.random.fork_rng(devices, device_type=kind), collector_hold:
-        _here.capturing = True
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(caching)
-            _here.capturing = False
+    try:
+        with torch.random.fork_rng(devices, device_type=kind), collector_hold:
+            _here.capturing = True
+            torch.set_autocast_cache_enabled(False)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(caching)
+                _here.capturing = False
+    finally:
+        if alone:
+            _turn.release()
 
 
 @contextmanager
@@ -232,6 +244,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
                 ranks.settle(error, lambda: store.module(**replace_tensors(static, iter(given))))
         raise
     finally:
+        host_random.put_back()
         before.restore()
     try:
         host_random.check()

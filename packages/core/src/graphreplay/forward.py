@@ -279,11 +279,18 @@ class GraphedForward(GraphStore):
         """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
         eager = None
         if self._verify == "always" or (self._verify == "first" and not entry.replays):
+            changed = self._drop_if_changed()  # what the graph may change belongs to the module as it was
+            if changed is not None:
+                return self._missed(request, changed)
             try:
                 eager = EagerTwin(self, entry, request, self._watched())
+            except Failure as failure:
+                logger.debug("%s does not compare a call: %s", self.name, failure)
             except CaptureError as error:
                 self.disable(f"verify failed: {error}")
                 return self.disabled_reason
+            if self._closed or self.disabled_reason is not None or self._cache.get(request.key) is not entry:
+                return "the forward has dropped its own graph while it was compared"
         harmless = True  # whether an eager call can make up for what fails
         with self._marked("replay"):
             try:
@@ -388,6 +395,7 @@ class GraphedForward(GraphStore):
             self.disable(reason)
 
     def _settle(self, failure: Failure, request: Request) -> None:
+        logger.debug("%s keeps no graph of a call: %s", self.name, failure)
         if failure.severity == "refuse":
             self._refuse(request.key, str(failure))
         elif failure.severity == "disable":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphreplay.entry import Graph
-from graphreplay.hostsync import refuse_host_sync
+from graphreplay.hostsync import HostSyncProbe
 from graphreplay.pool import GraphPool
 
 
@@ -49,7 +49,7 @@ class BackendHooks:
 
     def _sync_probe(self) -> AbstractContextManager[None]:
         """Makes an operator in its body that waits for the device raise HostSyncError, in this thread alone."""
-        return refuse_host_sync(self.device.type)
+        return HostSyncProbe(self.device.type)
 
     def _capture_graph(self, forward: Callable[[], Any]) -> tuple[Graph, Any]:
         """Runs ``forward`` once under capture.

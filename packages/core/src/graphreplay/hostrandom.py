@@ -21,26 +21,30 @@ class HostRandom:
         self._on_device = device.type != "cpu"
         self._start = self._states()
         self._drawn = set(self._start)
+        self._ran = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Surrounds one run."""
         before = self._states()
-        yield
-        self._drawn &= {name for name, state in self._states().items() if state != before.get(name)}
+        try:
+            yield
+        finally:
+            self._ran = True
+            self._drawn &= {name for name, state in self._states().items() if state != before.get(name)}
+
+    def put_back(self) -> None:
+        """Puts Python's and NumPy's generators back to where they were, if the forward draws from them."""
+        if self._ran and "random" in self._drawn:
+            random.setstate(self._start["random"])
+        if self._ran and "numpy.random" in self._drawn:
+            sys.modules["numpy"].random.set_state(_unhashed(self._start["numpy.random"]))
 
     def check(self) -> None:
-        """Puts Python's and NumPy's generators back to where they were, if the forward draws from them.
-
-        Raises:
-            UnsupportedLeafError: there is such a generator. Such a call is not captured; others may be.
-        """
+        """Raises UnsupportedLeafError if the forward draws from such a generator: this call is not captured; others may
+        be."""
         if not self._drawn:
             return
-        if "random" in self._drawn:
-            random.setstate(self._start["random"])
-        if "numpy.random" in self._drawn:
-            sys.modules["numpy"].random.set_state(_unhashed(self._start["numpy.random"]))
         raise UnsupportedLeafError(
             "forward",
             f"it draws from {' and '.join(sorted(self._drawn))}, whose numbers a replay would repeat; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -130,12 +130,12 @@ class SyncRefusal(OpMode):
 
 
 class _SyncProbe(SyncRefusal):
-    """Lets the host wait, and keeps the error for the first time."""
+    """Lets the host wait, and keeps what an error of the first time would say."""
 
-    found: HostSyncError | None = None
+    found: str | None = None
 
     def on_sync(self, what: str) -> None:
-        self.found = self.found or host_sync(what)
+        self.found = self.found or str(host_sync(what))
 
 
 class _MethodProbe(TorchFunctionMode):
@@ -177,19 +177,23 @@ def host_sync(what: str) -> HostSyncError:
     )
 
 
-@contextmanager
-def refuse_host_sync(device_type: str) -> Iterator[None]:
+class HostSyncProbe:
     """Raises HostSyncError if its body has made the host wait for a device of this type, in the calling thread.
 
     It does so at the end: a forward that is cut short in the middle would leave its other ranks in their collectives.
+    A class, since the frames of a generator would keep the error, and with it the wrapper, until the next collection.
     """
-    probe = _SyncProbe(device_type)
-    try:
-        with _MethodProbe(probe), probe:
-            yield
-    except Exception as error:
-        if probe.found is not None:
-            raise probe.found from error  # what came later may come of it
-        raise
-    if probe.found is not None:
-        raise probe.found
+
+    def __init__(self, device_type: str) -> None:
+        self._probe = _SyncProbe(device_type)
+        self._modes = ExitStack()
+
+    def __enter__(self) -> None:
+        self._modes.enter_context(_MethodProbe(self._probe))
+        self._modes.enter_context(self._probe)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._modes.close()
+        what, self._probe.found = self._probe.found, None
+        if what is not None and (error is None or isinstance(error, Exception)):
+            raise HostSyncError(what) from error  # what came later may come of it

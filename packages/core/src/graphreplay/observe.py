@@ -56,11 +56,11 @@ class Snapshot:
             self._generators[id(generator)] = (generator, generator.get_state())
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each of ``tensors`` as it is now, and as it was."""
+        """All of each storage as it is now, and as it was, as numbers of the dtype of the tensor in it."""
         for storage, tensor in self._tensors.items():
-            saved = self._saved[storage][1].untyped_storage()
-            was = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            yield tensor.detach(), was.set_(saved, tensor.storage_offset(), tensor.size(), tensor.stride())
+            live, saved = self._saved[storage]
+            whole = live.numel() // tensor.element_size() * tensor.element_size()
+            yield live[:whole].view(tensor.dtype), saved[:whole].view(tensor.dtype)
 
     def restore(self) -> None:
         """Puts all of it back.
@@ -69,16 +69,22 @@ class Snapshot:
             StateLostError: the device refused.
         """
         try:
-            for generator, state in self._generators.values():
-                generator.set_state(state)
-            with torch.inference_mode(False), torch.no_grad():
-                for live, saved in self._saved.values():
-                    live.copy_(saved)
+            self._put_back()
         except Exception as error:
             raise StateLostError(
                 f"what the forward wrote in a trial run could not be put back: {type(error).__name__}: {error}; load "
                 "the module's state anew"
             ) from error
+        except BaseException:  # an interrupt, which must not leave half of it
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        with torch.inference_mode(False), torch.no_grad():
+            for live, saved in self._saved.values():
+                live.copy_(saved)
 
 
 class Recorder(OpMode):
@@ -122,9 +128,8 @@ class Recorder(OpMode):
                 self.written.add(storage)
                 if storage not in self._static:
                     self._snapshot.add(tensor)
-        for generator in kwargs.values():
-            if isinstance(generator, torch.Generator):
-                self._snapshot.add_generator(generator)
+        for generator in _generators(args, kwargs):
+            self._snapshot.add_generator(generator)
 
     def _after_op(self, result: Any) -> None:
         for tensor in _with_storage(tensor_args((result,), {})):
@@ -170,7 +175,7 @@ class Observer(Recorder):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Surrounds the forward."""
-        generators = self._generators()
+        generators = default_generators(self._device)
         for generator in generators:
             generator.manual_seed(_SEED)  # the capture puts all of them back
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
@@ -192,18 +197,12 @@ class Observer(Recorder):
     def repeatable(self) -> bool:
         return not self._leaves_more and self.written <= self._static
 
-    def _generators(self) -> list[torch.Generator]:
-        if self._device.type == "cpu":
-            return [torch.default_generator]
-        of_device: Sequence[torch.Generator] = torch.get_device_module(self._device).default_generators
-        return [torch.default_generator, of_device[self._device.index]]
-
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before_op(op, args, kwargs)
         if op.namespace in COLLECTIVES:
             self._check_group(op, args, kwargs)
         # Operators of others may do anything, and a generator of the forward's own steps.
-        if op.namespace != "aten" or any(isinstance(value, torch.Generator) for value in kwargs.values()):
+        if op.namespace != "aten" or _generators(args, kwargs):
             self._leaves_more = True
         result = op(*args, **kwargs)
         if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
@@ -235,6 +234,19 @@ class Observer(Recorder):
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Those that a forward on the device draws from when it names none."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    of_device: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
+    return [torch.default_generator, of_device[device.index]]
+
+
+def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """Some operators take theirs by position."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
 
 
 def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphreplay.attributes import attributes_kept
 from graphreplay.capture import describe, quiet_capture
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError
-from graphreplay.observe import Snapshot
+from graphreplay.hostrandom import HostRandom
+from graphreplay.observe import Snapshot, default_generators
 from graphreplay.request import Request
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
@@ -32,7 +34,8 @@ class EagerTwin:
     generators are as before, so that the replay starts where this did.
 
     Raises:
-        CaptureError: there is no room for the copies.
+        CaptureError: there is no room for the copies, or the forward changes Python state.
+        Failure: another thread captures.
         StateLostError: what the forward wrote could not be put back.
         Exception: whatever the forward itself raises.
     """
@@ -43,18 +46,28 @@ class EagerTwin:
         with _Copying():
             kwargs = clone_static(request.kwargs)
             before = Snapshot(*entry.changes)
-        try:
-            with quiet_capture(store.device), watch.kept(()):
-                self.outputs = store.module(**kwargs)
-            with _Copying():
-                self._after = Snapshot(*entry.changes)
-        finally:
-            before.restore()
         given = [leaf for leaf in tensors(kwargs) if leaf.device == store.device]
         self._written = [given[position] for position in entry.written]
+        host_random = HostRandom(store.device)
+        try:
+            with quiet_capture(store.device), watch.kept(()), attributes_kept(watch.modules), host_random.watched():
+                self.outputs = store.module(**kwargs)
+                with _Copying():
+                    self._after = Snapshot(*entry.changes)
+                    for generator in default_generators(store.device):
+                        self._after.add_generator(generator)
+        finally:
+            host_random.put_back()
+            before.restore()
 
     def difference(self, outputs: Any) -> str | None:
         """What is not as eager, after the replay gave these outputs; or None."""
+        try:
+            return self._difference(outputs)
+        except Exception as error:
+            return f"the two cannot be compared: {describe(error)}"
+
+    def _difference(self, outputs: Any) -> str | None:
         entry, inputs = self._entry, self._inputs
         for position, wanted in zip(entry.written, self._written, strict=True):
             found = _tensors_differ(inputs[position], wanted)

@@ -38,6 +38,12 @@ HOST_RANDOM: dict[str, Callable[[], float]] = {
 }
 
 
+OWN_GENERATOR: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "by name": lambda x, generator: torch.rand(x.shape, device=x.device, generator=generator),
+    "by position": lambda x, generator: torch.poisson(x.abs(), generator=generator),
+}
+
+
 HOLDABLE = [
     specimen
     for specimen in zoo.GRAPHED
@@ -142,14 +148,15 @@ class ReplayContract(ContractBase):
             graphed.prepare(x=self.x(5))
             assert_same(generator_states(self.device), before, "after preparing")
 
-    def test_own_generator_is_stepped_as_by_eager(self) -> None:
+    @pytest.mark.parametrize("draw", OWN_GENERATOR)
+    def test_own_generator_is_stepped_as_by_eager(self, draw: str) -> None:
         class Noisy(nn.Module):
             def __init__(self, device: str) -> None:
                 super().__init__()
                 self.generator = torch.Generator(device).manual_seed(5)
 
             def forward(self, x: Tensor) -> Tensor:
-                return x + torch.rand(x.shape, device=x.device, generator=self.generator)
+                return x + OWN_GENERATOR[draw](x, self.generator)
 
         twin = Twin(self.wrap(Noisy(self.device)), Noisy(self.device), self.device)
         with torch.no_grad():

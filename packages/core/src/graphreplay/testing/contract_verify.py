@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from graphreplay.entry import Graph
 from graphreplay.errors import ConfigurationError
 from graphreplay.testing import zoo
-from graphreplay.testing.contract_twin import ContractBase, assert_same
+from graphreplay.testing.contract_twin import ContractBase, assert_same, generator_states
 
 
 class _Corrupted:
@@ -173,6 +173,38 @@ class VerifyContract(ContractBase):
             armed.clear()
             assert_same(graphed(x=self.x()), self.x() + 1)
         assert graphed.enabled
+
+    def test_a_module_that_has_changed_runs_once(self) -> None:
+        twin = self.twin(Accumulates(), verify="always")
+        with torch.no_grad():
+            for step in range(4):
+                if step == 2:
+                    twin.change(lambda module: setattr(module, "steps", torch.ones(2, device=self.device)))
+                twin(x=self.x(seed=step))
+        assert twin.counts() == (2, 2, 0)
+
+    def test_generators_end_as_by_the_call_that_counts(self) -> None:
+        count = [4]
+        graphed = self.wrap(lambda *, x: x + torch.rand(count[0], device=x.device)[-3:, None], verify="always")
+        with torch.no_grad():
+            graphed(x=self.x())
+            count[0] = 400  # other numbers, and more of them
+            torch.manual_seed(3)
+            got = graphed(x=self.x())
+            after = generator_states(self.device)
+            torch.manual_seed(3)
+            assert_same(got, graphed.module(x=self.x()))
+            if self.device == "cpu":
+                assert_same(after, generator_states(self.device))
+
+    def test_what_cannot_be_compared_is_eagers(self) -> None:
+        odd: list[bool] = []
+        graphed = self.wrap(lambda *, x: x.to_sparse() if odd else x + 1, verify="always")
+        with torch.no_grad():
+            graphed(x=self.x())
+            odd.append(True)
+            assert graphed(x=self.x()).layout is torch.sparse_coo
+        assert "cannot be compared" in graphed.disabled_reason
 
     @pytest.mark.parametrize("verify", ["sometimes", True, None])
     def test_other_values_are_refused(self, verify: Any) -> None:
