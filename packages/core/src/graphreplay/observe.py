@@ -171,18 +171,20 @@ class Observer(Recorder):
         self._why_no_collectives = why_no_collectives
         self._device = device
         self._leaves_more = False
+        self._seeds = False
+        self._generators = default_generators(device)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Surrounds the forward."""
-        generators = default_generators(self._device)
+        generators = self._generators
         for generator in generators:
             generator.manual_seed(_SEED)  # the capture puts all of them back
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
         before = [generator.get_state() for generator in generators]
         with uncompiled(), self:
             yield
-        if any(generator.initial_seed() != _SEED for generator in generators):
+        if self._seeds or _seeded(generators):
             raise CaptureError(
                 "the forward seeds a random generator, which a replay would not do; seed it before the call"
             )
@@ -204,6 +206,8 @@ class Observer(Recorder):
         # Operators of others may do anything, and a generator of the forward's own steps.
         if op.namespace != "aten" or _generators(args, kwargs):
             self._leaves_more = True
+        # A forward may seed for a while, and put the old state back.
+        self._seeds = self._seeds or (torch.Tag.nondeterministic_seeded in op.tags and _seeded(self._generators))
         result = op(*args, **kwargs)
         if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
             raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
@@ -234,6 +238,10 @@ class Observer(Recorder):
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
+
+
+def _seeded(generators: list[torch.Generator]) -> bool:
+    return any(generator.initial_seed() != _SEED for generator in generators)
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:

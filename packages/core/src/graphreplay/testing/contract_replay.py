@@ -168,6 +168,18 @@ class ReplayContract(ContractBase):
             assert twin.counts() == (0, 0, 3)
             assert "enerator" in twin.eager_reason()
 
+    def test_random_numbers_of_a_seed_set_for_a_while_are_no_graphs(self) -> None:
+        def forward(*, x: Tensor) -> Tensor:
+            with generators_kept(self.device):
+                torch.manual_seed(0)
+                return x + torch.rand_like(x)
+
+        graphed = self.wrap(forward)
+        with torch.no_grad():
+            for seed in range(3):
+                assert_same(graphed(x=self.x(seed=seed)), forward(x=self.x(seed=seed)))
+        assert "seeds a random generator" in graphed.disabled_reason
+
     @pytest.mark.parametrize("source", HOST_RANDOM)
     def test_host_random_numbers(self, source: str) -> None:
         def forward(*, x: Tensor) -> Tensor:
