@@ -111,6 +111,37 @@ def test_host_numbers_of_a_capture_that_failed_are_put_back():
     assert got == pytest.approx([random.random() for _ in range(3)])
 
 
+def test_host_numbers_of_a_preparation_are_put_back():
+    graphed = ReferenceGraphedForward(lambda *, x: x * random.random(), device="cpu")
+    state = random.getstate()
+    with torch.no_grad():
+        assert not graphed.prepare(x=torch.ones(1))
+    assert random.getstate() == state
+    assert any("draws from random" in reason for reason in graphed.stats()["miss_reasons"])
+
+
+def test_a_preparation_that_waits_in_vain_says_so(monkeypatch):
+    monkeypatch.setattr(capture, "TURN_LIMIT_AHEAD", 0.05)
+    graphed = ReferenceGraphedForward(lambda *, x: x + 1, device="cpu")
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with quiet_capture(CPU):
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    with torch.no_grad():
+        assert not graphed.prepare(x=torch.ones(1))
+        leave.set()
+        thread.join()
+        assert graphed.prepare(x=torch.ones(1))
+    reasons = graphed.stats()["miss_reasons"]
+    assert reasons["not prepared: another thread captures; a later call may be captured"] == 1
+
+
 def test_an_interrupted_restore_is_finished():
     first, second = torch.zeros(2), torch.zeros(2)
     snapshot = Snapshot([first, second])

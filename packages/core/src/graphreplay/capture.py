@@ -27,8 +27,9 @@ from graphreplay.together import Alone, Failure
 from graphreplay.tree import replace_tensors, tensors
 from graphreplay.weights import ModuleWatch
 
-TURN_LIMIT = 2.0
-"""Seconds that a capture without peers waits for one of another thread, which may be waiting for this very thread."""
+TURN_LIMIT, TURN_LIMIT_AHEAD = 2.0, 30.0
+"""Seconds that a capture without peers waits for one of another thread, which may be waiting for this very thread: one
+behind a call, which another call can make up for, and one ahead of calls."""
 
 _turn = threading.RLock()
 """Held by a capture without peers: two at once would put back each other's random generators."""
@@ -72,7 +73,7 @@ def capturing_here() -> bool:
 
 
 @contextmanager
-def quiet_capture(device: torch.device, *, alone: bool = True) -> Iterator[None]:
+def quiet_capture(device: torch.device, *, alone: bool = True, ahead: bool = False) -> Iterator[None]:
     """Keeps the rest of the process out of a capture, and the capture out of the rest of the process.
 
     Collection is held off, since a graph or tensor freed in the window breaks it; random generators end as they were,
@@ -81,11 +82,12 @@ def quiet_capture(device: torch.device, *, alone: bool = True) -> Iterator[None]
 
     Args:
         alone: whether no other rank waits for this capture, so that it can wait for those of other threads.
+        ahead: whether it is made ahead of calls.
 
     Raises:
         Failure: another thread captures, and goes on to do so.
     """
-    if alone and not _turn.acquire(timeout=TURN_LIMIT):
+    if alone and not _turn.acquire(timeout=TURN_LIMIT_AHEAD if ahead else TURN_LIMIT):
         raise Failure("skip", "another thread captures; a later call may be captured")
     caching = torch.is_autocast_cache_enabled()
     devices = [] if device.type == "cpu" else [device]
@@ -152,7 +154,8 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     """The eager forward of a call that is not made: lazy initialization stays, everything else is undone.
 
     Raises:
-        Failure: the kwargs cannot be copied, on this rank or another, or the other ranks do not come along.
+        Failure: the kwargs cannot be copied, on this rank or another, the other ranks do not come along, or another
+            thread captures.
         Exception: whatever the forward itself raises.
     """
     before, failure = Snapshot(watch.buffers), None
@@ -163,13 +166,20 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     failure = ranks.agree(failure)
     if failure is not None:
         raise failure
-    observer = _observer(store, kwargs, before)
+    observer, host_random = _observer(store, kwargs, before), HostRandom(store.device)
     try:
-        with quiet_capture(store.device, alone=ranks.alone), watch.kept(()), observer.watching():
+        with ExitStack() as quiet:
+            quiet.enter_context(quiet_capture(store.device, alone=ranks.alone, ahead=True))
+            quiet.enter_context(watch.kept(()))
+            quiet.enter_context(observer.watching())
+            quiet.enter_context(host_random.watched())
             store.module(**kwargs)
+    except Failure:
+        raise
     except CaptureError:
         pass  # the capture will say so
     finally:
+        host_random.put_back()
         before.restore()
 
 

@@ -338,9 +338,11 @@ class GraphedForward(GraphStore):
             self._stats.miss(changed or self._what_is_new(request.key))
         return reason
 
-    def _capture(self, request: Request, call: str) -> None:
-        """Adds a graph for the request. Never raises for a fault of the forward or the device: a request that cannot
-        be keyed or copied is refused, and any other failure disables the wrapper, on all ranks alike.
+    def _capture(self, request: Request, call: str) -> str | None:
+        """Adds a graph for the request, or says why it did not.
+
+        Never raises for a fault of the forward or the device: a request that cannot be keyed or copied is refused, and
+        any other failure disables the wrapper, on all ranks alike.
 
         Raises:
             RankDisagreementError: the ranks are out of step.
@@ -349,7 +351,7 @@ class GraphedForward(GraphStore):
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
         ranks, entry, failure, lost = self._ranks(request, call), None, None, None
         try:
-            with self._marked("capture"), quiet_capture(self.device, alone=ranks.alone):
+            with self._marked("capture"), quiet_capture(self.device, alone=ranks.alone, ahead=request.ahead):
                 entry = build_entry(self, request, watch, ranks)
         except Failure as error:
             failure = error.with_traceback(None)
@@ -386,6 +388,7 @@ class GraphedForward(GraphStore):
                 raise lost
             finally:
                 del lost  # or this frame and the error keep each other, and the wrapper, until a collection
+        return None if failure is None else str(failure)
 
     def _break_off(self, ranks: Alone, reason: str) -> None:
         """Gives up on ranks that are out of step."""
@@ -412,7 +415,7 @@ class GraphedForward(GraphStore):
         self._last = request.key
         bound = self._cache.max_bytes
         if bound is not None and entry.nbytes > bound and not request.options.pin:
-            entry.free()
+            free(entry)
             self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
             return
         if not request.options.pin and not request.ahead:
@@ -455,16 +458,18 @@ class GraphedForward(GraphStore):
                     rehearse(self, request, self._watched(), self._ranks(request, rehearsal))
                 except Failure as failure:
                     self._settle(failure, request)
+                    found = str(failure)
                 except BaseException as error:
                     self.peers.excuse(call, f"its forward raised {type(error).__name__}: {error}")
                     raise
                 else:
-                    self._capture(request, call)
+                    found = self._capture(request, call)
                 if self.disabled_reason is not None:
                     attributes.restore()  # what the rehearsal counted or stored in Python
             if self._cache.get(request.key) is None:
-                why = found if isinstance(found, str) else self.disabled_reason or self._refused.get(request.key)
-                return self._not_prepared(why or "the capture was not kept")
+                return self._not_prepared(
+                    found if isinstance(found, str) else self._refused.get(request.key, "evicted")
+                )
             if options.pin:
                 self._cache.pin(request.key)
             return True
