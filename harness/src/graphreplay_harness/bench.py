@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     setting = Setting(device, given.repeats, Progress())
-    results = []
+    about = {"versions": versions(kind), "device": str(device), "repeats": given.repeats}
+    results: list[SuiteResult] = []
     for name in SUITES if given.suite == "all" else [given.suite]:
         try:
             with torch.inference_mode():
@@ -60,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         print(result.text(), end="\n\n", flush=True)
         results.append(result)
-    about = {"versions": versions(kind), "device": str(device), "repeats": given.repeats}
-    write(given.json, {**about, "suites": [result.as_json() for result in results]})
-    if given.plot is not None:
-        given.plot.write_text(svg(results), encoding="utf-8")
+        # After each suite, so that one which fails later takes nothing away.
+        write(given.json, {**about, "suites": [result.as_json() for result in results]})
+        if given.plot is not None:
+            given.plot.write_text(svg(results), encoding="utf-8")
     return 0 if results else 2
 
 

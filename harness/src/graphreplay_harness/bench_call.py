@@ -97,12 +97,10 @@ def measure(case: Case, setting: Setting) -> Block:
     """All contenders on one case."""
     device = setting.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         module = Module(case.outputs).to(device, dtype).eval().requires_grad_(False)
         calls = [Call.of(make_kwargs(case, device, dtype)) for _ in range(CALLS)]
-    if device.type == "cuda":
-        torch._dynamo.reset()  # it stops compiling a forward that it has met in too many cases
 
     def say(what: str) -> None:
         setting.say(f"call: {case}: {what}")
@@ -116,6 +114,8 @@ def measure(case: Case, setting: Setting) -> Block:
             for contender in contenders.values():
                 contender.close()
             contenders.clear()
+            if device.type == "cuda":
+                torch._dynamo.reset()  # it frees its graphs, and would refuse a forward met in too many cases
             gc.collect()  # so that the next case finds the memory
 
 
@@ -138,11 +138,20 @@ def _samples(
     samples = {"host": interleave(names, setting.repeats, host)}
     if setting.device.type == "cuda":
         say("device time")
-        alone = [name for name in names if not contenders[name].waits]
+        alone = [name for name in names if _has_device_time(contenders[name], calls[0])]
         samples["device"] = interleave(alone, setting.repeats, device)
     say(f"{QUEUED} calls back to back")
     samples["queued"] = interleave(names, max(1, setting.repeats // SAMPLES_PER_QUEUED), queued)
     return samples
+
+
+def _has_device_time(contender: peers.Contender, call: Call) -> bool:
+    """Whether its calls do not wait for the device, so that it can be timed on the device alone."""
+    try:
+        device_us(contender.call, call)
+    except RuntimeError:
+        return False
+    return True
 
 
 def targets(block: Block) -> Iterator[Target]:
@@ -160,7 +169,7 @@ def targets(block: Block) -> Iterator[Target]:
         f"call, {block.title}: host, ours / fastest peer",
         PEER_TARGET,
         block.ratio("host", peers.OURS, fastest),
-        f"the {fastest}" if fastest else "no peer was measured",
+        f"the fastest is {fastest}" if fastest else "no peer was measured",
     )
     yield Target(
         f"call, {block.title}: device, ours / loop",

@@ -84,10 +84,7 @@ def _measure(
     other = cloned(example.kwargs)
     first = next(iter(other))
     other[first] = other[first].flip(-1)
-    # Libraries may take other kernels on another stream, which differ by rounding; a CPU has none of those.
-    contenders, left_out = peers.make_all(
-        NAMES, module, [example, Call.of(other)], setting.device, say, exact=setting.device.type == "cpu"
-    )
+    contenders, left_out = peers.make_all(NAMES, module, [example, Call.of(other)], setting.device, say)
     try:
         forwards = {name: _by_keywords(contender) for name, contender in contenders.items()}
 

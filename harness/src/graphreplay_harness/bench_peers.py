@@ -33,11 +33,15 @@ OURS = "ours"
 VERIFIED = "ours, verify=always"
 
 CONTENDERS = (EAGER, BARE, LOOP, SEED, CALLABLES, COMPILED, REDUCED, TENSORDICT, OURS, VERIFIED)
+BUILT_FIRST = (COMPILED, REDUCED)
+"""A recording of theirs frees the cuBLAS workspaces of the process, which graphs captured before it would go on using.
+"""
+
 PEERS = (SEED, CALLABLES, COMPILED, REDUCED, TENSORDICT)
 """Those that do the same job as ours."""
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""How far a compiled result may be from the eager one, relative to the largest value: kernels are fused."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""How far a result may be from the eager one, relative to the largest value."""
 
 
 class Unavailable(Exception):
@@ -55,10 +59,8 @@ class Contender:
     call: Callable[[Call], Any]
     stage: Callable[[Call], object] = lambda call: None
     """Gives the inputs to one that only replays."""
-    exact: bool = True
-    """Whether its results are those of the eager forward bit for bit."""
-    waits: bool = False
-    """Whether a call waits for the device, so that it has no device time of its own."""
+    why_eager: Callable[[], str | None] = lambda: None
+    """Why calls ran eagerly, if some did that should not."""
     close: Callable[[], None] = lambda: None
 
 
@@ -77,11 +79,9 @@ def make_all(
     calls: Sequence[Call],
     device: torch.device,
     say: Callable[[str], None],
-    *,
-    exact: bool = True,
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Builds contenders and compares what they return with the eager forward, bit for bit if ``exact``, and otherwise
-    up to rounding.
+    """Builds contenders and compares what they return with the eager forward: bit for bit on a CPU, and elsewhere up to
+    rounding, since kernels may be fused there, or chosen anew on another stream.
 
     Returns:
         Those that can be measured, and why the others are left out.
@@ -89,12 +89,12 @@ def make_all(
     ready: dict[str, Contender] = {}
     left_out: dict[str, str] = {}
     expected = [forward(**call.kwargs) for call in calls]
-    for name in names:
+    for name in sorted(names, key=lambda name: name not in BUILT_FIRST):
         say(f"building {name}, comparing it with eager")
         contender = None
         try:
             contender = make(name, forward, calls[0], device)
-            check(contender, calls, expected, exact=exact and contender.exact)
+            check(contender, calls, expected, exact=device.type == "cpu")
         except Exception as error:  # whatever one of them raises is its own affair; the others go on
             if contender is not None:
                 contender.close()
@@ -104,7 +104,7 @@ def make_all(
             say(f"left out: {name}: {left_out[name]}")
         else:
             ready[name] = contender
-    return ready, left_out
+    return {name: ready[name] for name in names if name in ready}, left_out
 
 
 def check(contender: Contender, calls: Sequence[Call], expected: Sequence[Any], *, exact: bool) -> None:
@@ -112,6 +112,7 @@ def check(contender: Contender, calls: Sequence[Call], expected: Sequence[Any], 
 
     Raises:
         WrongResult: a result differs.
+        Unavailable: it runs eagerly.
     """
     for _ in range(2):  # some warm up or capture in their first calls
         results = []
@@ -125,6 +126,9 @@ def check(contender: Contender, calls: Sequence[Call], expected: Sequence[Any], 
         )
         if wrong:
             raise WrongResult(f"{wrong} of the results of {len(calls)} calls differ from the eager ones")
+    why_eager = contender.why_eager()
+    if why_eager is not None:
+        raise Unavailable(f"it runs eagerly: {why_eager}")
 
 
 def same(ours: Tensor, right: Tensor, exact: bool) -> bool:
@@ -173,7 +177,7 @@ def _callables(forward: Forward, example: Call, device: torch.device) -> Contend
 def _compiled(forward: Forward, example: Call, device: torch.device, **how: str) -> Contender:
     _need_cuda(device)
     compiled: Any = torch.compile(forward, dynamic=False, **how)  # type: ignore[call-overload]
-    return Contender(lambda call: compiled(**call.kwargs), exact=False)
+    return Contender(lambda call: compiled(**call.kwargs))
 
 
 def _tensordict(forward: Forward, example: Call, device: torch.device) -> Contender:
@@ -188,11 +192,11 @@ def _tensordict(forward: Forward, example: Call, device: torch.device) -> Conten
 
 def _ours(forward: Forward, example: Call, device: torch.device, **options: Any) -> Contender:
     graphed = get_graphed_forward_cls(device)(forward, device=device, **options)
-    if not graphed.prepare(**example.kwargs):
-        why = graphed.disabled_reason or "its reason is in the log"
-        graphed.close()
-        raise Unavailable(f"it runs eagerly: {why}")
-    return Contender(lambda call: graphed(**call.kwargs), waits=bool(options), close=graphed.close)
+
+    def why_eager() -> str | None:
+        return next(iter(graphed.stats()["eager_reasons"]), None)
+
+    return Contender(lambda call: graphed(**call.kwargs), why_eager=why_eager, close=graphed.close)
 
 
 def _need_cuda(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from graphreplay_harness.bench_suite import HEADINGS, SuiteResult
 LOG_FROM = 10.0
 """From this ratio of the largest median to the smallest on, the axis is logarithmic."""
 
-_LEFT, _WIDTH, _RIGHT = 190, 460, 230
+_LEFT, _WIDTH, _RIGHT = 220, 460, 250
 _ROW, _HEAD, _GAP = 20, 46, 24
 _OURS = "ours"
 _COLOURS = {True: "#0b6e4f", False: "#8fa3ad"}
