@@ -23,6 +23,12 @@ _DOUBLINGS = 12
 """Of that, before a call counts as one that waits for the device."""
 
 
+def settle() -> None:
+    """Waits until the device is idle, if there is one in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def host_us(call: Callable[[Given], object], given: Sequence[Given]) -> float:
     """Median microseconds until the call returns, over one call for each thing given, each from an idle device on.
 
@@ -31,11 +37,23 @@ def host_us(call: Callable[[Given], object], given: Sequence[Given]) -> float:
     """
     times = []
     for each in (given[-1], *given):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call(each)
-        times.append((time.perf_counter() - start) * 1e6)
+        settle()
+        start = time.perf_counter_ns()
+        result = call(each)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+        del result  # what it takes to free it is no part of the call
     return statistics.median(times[1:])
+
+
+def whole_us(call: Callable[[], object]) -> float:
+    """Microseconds from an idle device until the call has returned and the device is idle again."""
+    settle()
+    start = time.perf_counter_ns()
+    result = call()
+    settle()
+    elapsed = time.perf_counter_ns() - start
+    del result
+    return elapsed / 1e3
 
 
 def device_us(call: Callable[[Given], object], given: Given) -> float:
@@ -64,12 +82,12 @@ def device_us(call: Callable[[Given], object], given: Given) -> float:
 def queued_us(call: Callable[[Given], object], given: Sequence[Given], calls: int) -> float:
     """Microseconds a call when so many are put back to back and awaited together. They take what is given in turn."""
     turns = [given[number % len(given)] for number in range(calls)]
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+    settle()
+    start = time.perf_counter_ns()
     for each in turns:
         call(each)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e6 / calls
+    settle()
+    return (time.perf_counter_ns() - start) / 1e3 / calls
 
 
 def interleave(names: Sequence[str], repeats: int, sample: Callable[[str, int], float]) -> dict[str, list[float]]:

@@ -49,12 +49,12 @@ def has_device(prog: str) -> bool:
     return found
 
 
-def versions() -> dict[str, str | None]:
-    """What the numbers were measured on."""
+def versions(device: str = "cuda") -> dict[str, str | None]:
+    """What the numbers were measured on, and with what."""
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "graphreplay-cuda": version("graphreplay-cuda"),
     }
