@@ -213,7 +213,9 @@ def test_a_graph_that_cannot_be_freed_costs_no_result(monkeypatch, caplog):
     graphed = ReferenceGraphedForward(lambda *, x: x + 1, device="cpu", max_entries=1)
 
     def fail(self):
-        raise RuntimeError("planned")
+        if "failed" not in vars(self):  # once: whoever drops the graph tries again
+            self.failed = True
+            raise RuntimeError("planned")
 
     with torch.no_grad():
         graphed(x=torch.ones(1))
