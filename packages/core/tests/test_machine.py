@@ -124,11 +124,20 @@ class GraphsAgainstEager(RuleBasedStateMachine):
         self.last = (count, scale, variant, others, bump, grad)
 
     @precondition(lambda self: self.last is not None)
-    @rule(seeds=st.lists(st.integers(0, 3), min_size=1, max_size=4))
-    def call_again(self, seeds):
-        count, *rest = self.last
+    @rule(
+        seeds=st.lists(st.integers(0, 3), min_size=2, max_size=5),
+        others=st.sampled_from(["as before", "as before", "another", "same", "view"]),
+    )
+    def call_again(self, seeds, others):
+        if not self.graphed.enabled:
+            assert "cannot " in self.graphed.disabled_reason
+            self.graphed.close()
+            self._wrap()
+        count, scale, variant, before, bump, grad = self.last
+        if before == "none" or others == "as before":
+            others = before
         for seed in seeds:
-            self._call(count, seed, *rest)
+            self._call(count, seed, scale, variant, others, bump, grad)
 
     def _call(self, count, seed, scale, variant, others, bump, grad):
         x = rows(count, seed)
@@ -189,16 +198,9 @@ class GraphsAgainstEager(RuleBasedStateMachine):
             with self.mode():
                 getattr(self.graphed, what)(x=rows(count, 0))
 
-    @rule(at=st.sampled_from(["enter", "exit"]))
+    @rule(at=st.sampled_from([None, None, None, "enter", "exit"]))
     def let_the_next_capture_fail(self, at):
         Failing.at = at
-
-    @precondition(lambda self: not self.graphed.enabled)
-    @rule()
-    def wrap_anew(self):
-        assert "cannot " in self.graphed.disabled_reason
-        self.graphed.close()
-        self._wrap()
 
     @invariant()
     def nothing_grows_and_nothing_changes(self):
