@@ -63,6 +63,7 @@ def refusal(**options):
 SCRIPTS = {
     "prepare": (
         """
+import graphreplay.request
 graphed = wrap(group=dist.group.WORLD)
 with torch.no_grad():
     if rank == 0:
@@ -71,8 +72,11 @@ with torch.no_grad():
         print(graphed.prepare(x=torch.ones(1)))
     print([graphed(x=torch.full((2,), float(i + rank))).tolist() for i in range(3)], graphed.stats()["replays"])
     print(graphed.prepare(x=torch.ones(3)), graphed(x=torch.ones(3)).tolist(), graphed.stats()["replays"])
+    if rank == 0:
+        graphed._refuse(graphed._request(dict(x=torch.ones(4)), graphreplay.request.CallOptions()).key, "as it is")
+    print(graphed.prepare(x=torch.ones(4)), any("as it is" in why for why in graphed.stats()["miss_reasons"]))
 """,
-        ["False\n[[3.0, 3.0], [7.0, 7.0], [11.0, 11.0]] 2\nTrue [5.0, 5.0, 5.0] 3"] * 2,
+        ["False\n[[3.0, 3.0], [7.0, 7.0], [11.0, 11.0]] 2\nTrue [5.0, 5.0, 5.0] 3\nFalse True"] * 2,
     ),
     "eager": (
         """

@@ -436,14 +436,14 @@ class GraphedForward(GraphStore):
 
     def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
         self._check_usable()
-        self.peers.check()
-        rehearsal = call = ""
         if capturing_here() or self._is_capturing():
-            request: Request | str = "called inside another capture"
-        else:
-            request = self.disabled_reason or self._request(kwargs, options, ahead=True)
-            call = self.peers.next_call()
-            rehearsal = f"{call}, rehearsal"
+            return self._not_prepared("called inside another capture")
+        self.peers.check()
+        if self.disabled_reason is not None:
+            return self._not_prepared(self.disabled_reason)
+        request = self._request(kwargs, options, ahead=True)
+        call = self.peers.next_call()
+        rehearsal = f"{call}, rehearsal"
         if isinstance(request, str):
             self.peers.excuse(rehearsal, request)
             return self._not_prepared(request)
@@ -452,6 +452,8 @@ class GraphedForward(GraphStore):
             if isinstance(found, Entry):  # which a replay would check
                 changed = self._drop_if_changed()
                 found = self._missed(request, changed) if changed else found
+            if isinstance(found, str):
+                self.peers.excuse(rehearsal, found)
             if found is None:
                 attributes = AttributeSnapshot(self._watched().modules)
                 try:
