@@ -1,6 +1,8 @@
 """The road of a call, where the contract leaves it to the library: reasons, logs, hooks in order, the base class."""
 
 import logging
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -276,8 +278,6 @@ def test_miss_reasons_name_what_is_new_beside_the_kwargs():
     }
 
 
-# Once a process, as torch.cond compiles its bodies; which test is the first to hear it depends on their order.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_prepare_says_false_where_a_capture_would_be_refused_and_undoes_the_rehearsal():
     class Average(torch.nn.Module):
         def __init__(self):
@@ -299,6 +299,22 @@ def test_prepare_says_false_where_a_capture_would_be_refused_and_undoes_the_rehe
             assert graphed.prepare(x=x) is False
             assert graphed.disabled_reason is not None
         assert_same(module(x=x), plain(x=x))
+
+
+def test_prepare_may_be_the_first_to_meet_a_higher_order_operator():
+    """In a process of its own: torch.cond loads the compiler at its first use."""
+    program = """
+import sys, torch
+from graphreplay import ReferenceGraphedForward
+assert "torch._dynamo" not in sys.modules
+graphed = ReferenceGraphedForward(lambda *, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), device="cpu")
+with torch.no_grad():
+    print(graphed.prepare(x=torch.ones(2)), "higher-order operator cond" in graphed.disabled_reason)
+    print(torch.equal(graphed(x=torch.ones(2)), torch.ones(2).sin()))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
 
 
 def test_prepare_inside_another_capture_does_nothing():

@@ -18,7 +18,7 @@ from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
 from graphreplay.hostrandom import HostRandom
 from graphreplay.observe import Observer, Recorder, Snapshot
-from graphreplay.opmode import where_raised
+from graphreplay.opmode import compiler_is_loaded, where_raised
 from graphreplay.request import Request
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
@@ -167,6 +167,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     if failure is not None:
         raise failure
     observer, host_random = _observer(store, kwargs, before), HostRandom(store.device)
+    compiler_was_loaded = compiler_is_loaded()
     try:
         with ExitStack() as quiet:
             quiet.enter_context(quiet_capture(store.device, alone=ranks.alone, ahead=True))
@@ -178,6 +179,12 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
         raise
     except CaptureError:
         pass  # the capture will say so
+    except Exception:
+        # A higher-order operator has just loaded the compiler, which cannot trace the observer, and would not try such
+        # an operator again. Nothing else has been compiled yet. The capture, which holds it off, names the operator.
+        if compiler_was_loaded or not compiler_is_loaded():
+            raise
+        torch._dynamo.reset()
     finally:
         host_random.put_back()
         before.restore()

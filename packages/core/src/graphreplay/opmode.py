@@ -73,10 +73,15 @@ def _is_weight_view(result: Any, args: tuple[Any, ...]) -> bool:
     return fresh and result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
 
 
+def compiler_is_loaded() -> bool:
+    """Whether anything can have been compiled; importing torch._dynamo to ask would take a second."""
+    return "torch._dynamo" in sys.modules
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Runs torch.compile'd code in its body plainly: dynamo cannot compile under a mode, and would give up on the frame
     for good."""
-    if "torch._dynamo" not in sys.modules:  # then nothing has been compiled, and importing it takes a second
+    if not compiler_is_loaded():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
