@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def ambient_state(device_type: str) -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
         torch.get_default_device() if torch._C._len_torch_function_stack() else None,  # it is a mode
-        *[read() for read in _SWITCHES],
+        *map(call, _SWITCHES),
     )
 
 

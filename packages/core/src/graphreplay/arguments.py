@@ -38,6 +38,13 @@ def check_verify(verify: Any, ranks: list[int] | None) -> None:
         )
 
 
+def check_flags(**flags: Any) -> None:
+    """Raises ConfigurationError unless these are True or False."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise ConfigurationError(f"{name} must be True or False, not {value!r}")
+
+
 def check_arguments(module: Any, capture_context: Any, pool: Any, **bounds: Any) -> None:
     """Raises ConfigurationError for an argument of GraphedForward that cannot be honoured.
 

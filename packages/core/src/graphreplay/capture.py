@@ -221,7 +221,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
-        if store._flatten(kwargs)[0] != request.signature or any(
+        if store._flatten(kwargs)[0] != request.key.signature or any(
             a is not b for a, b in zip(tensors(kwargs), given, strict=True)
         ):
             raise UnsupportedLeafError(
@@ -274,9 +274,18 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
             raise UnsupportedLeafError("forward", "it turns gradients on, which a graph would lose")
         written = [position for position, storage in enumerate(storage_ids(inputs)) if storage in observer.written]
         with _Phase("staging"):
-            keep_alive = request.options.keep_alive
-            changes = before.tensors, before.generators
-            entry = Entry(graph, inputs, written, changes, observer.repeatable, outputs, output_leaves, keep_alive)
+            entry = Entry(
+                request.key,
+                graph,
+                inputs,
+                written,
+                (before.tensors, before.generators),
+                observer.repeatable,
+                outputs,
+                output_leaves,
+                request.options.keep_alive,
+                clone_outputs=store.clone_outputs,
+            )
     except BaseException:
         graph.reset()
         raise

@@ -7,8 +7,17 @@ from typing import Any, Protocol
 
 from torch import Generator, Tensor
 
-from graphreplay.storage import CopyPlan, overlap_across_storages
-from graphreplay.tree import check_rebuilt, replace_tensors
+from graphreplay.request import Key
+from graphreplay.storage import CopyPlan, overlap_across_storages, storage_ids
+from graphreplay.tree import check_rebuilt, rebuilder, replace_tensors
+
+
+class Launch(Protocol):
+    """Runs captured work once, on the current stream."""
+
+    def __call__(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        """Copies the bytes of the inputs, which begin at these addresses, onto the static inputs; launches; and has the
+        bytes of the static outputs copied into ``outputs``. All have the layouts of their static tensors."""
 
 
 class Graph(Protocol):
@@ -17,19 +26,33 @@ class Graph(Protocol):
     nbytes: int
     """Device memory that the graph holds, without its static inputs."""
 
-    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-        """How to run the captured work on other values of these static inputs, each of which is dense and alone in its
-        storage: a function that copies the bytes of tensors of the same layout onto them and launches on the current
-        stream."""
+    def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
+        """How to run the captured work on other values of these static inputs, and hand out these static outputs. Each
+        of them is dense and alone in its storage."""
 
     def reset(self) -> None:
         """Waits for replays in flight and frees the graph; it is never replayed again. Repeated calls do nothing."""
+
+
+def launch_between(
+    replay: Callable[[], object], static_inputs: Sequence[Tensor], static_outputs: Sequence[Tensor]
+) -> Launch:
+    """A Launch that copies before and after ``replay()``."""
+    staging, handing_out = CopyPlan(static_inputs), CopyPlan(static_outputs)
+
+    def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        staging.copy(static_inputs, inputs)
+        replay()
+        handing_out.copy(outputs, static_outputs)
+
+    return launch
 
 
 class Entry:
     """A graph, the tensors that it reads its inputs from, and the tensors that it leaves its outputs in.
 
     Args:
+        key: what it is looked up by.
         graph: from the backend.
         inputs: the static inputs, in leaf order.
         written: positions of inputs that the forward writes.
@@ -37,10 +60,12 @@ class Entry:
         repeatable: a replay writes nothing but memory of this entry, so that one whose outputs are dropped did no harm.
         outputs: the static output tree; output_leaves are its tensors.
         keep_alive: objects that the graph reads by address.
+        clone_outputs: whether outputs are handed out in tensors of their own, and not as the static ones themselves.
     """
 
     def __init__(
         self,
+        key: Key,
         graph: Graph,
         inputs: list[Tensor],
         written: Sequence[int],
@@ -49,7 +74,10 @@ class Entry:
         outputs: Any,
         output_leaves: list[Tensor],
         keep_alive: tuple[Any, ...],
+        *,
+        clone_outputs: bool,
     ) -> None:
+        self.key = key
         self.graph = graph
         self.repeatable = repeatable
         self.replays = 0
@@ -57,15 +85,18 @@ class Entry:
         self.changes = changes
         self._inputs = inputs
         self._staging = CopyPlan(inputs)
-        self._launch = graph.staging(self._staging.pick_dense(inputs))
         self._complex = any(tensor.is_complex() for tensor in inputs)
         self._write_back = CopyPlan([inputs[position] for position in written])
         # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
-        self._outputs = replace_tensors(outputs, iter(output_leaves), share_records=False)
-        check_rebuilt(self._outputs, output_leaves, "output")
+        self._rebuild = rebuilder(replace_tensors(outputs, iter(output_leaves), share_records=False))
+        check_rebuilt(self._rebuild(output_leaves), output_leaves, "output")
         self._output_leaves = output_leaves
-        self._handing_out = CopyPlan(output_leaves)
+        self._handing_out = CopyPlan(output_leaves) if clone_outputs else None
+        handed_out = () if self._handing_out is None else self._handing_out.pick_dense(output_leaves)
+        self._launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
         self._keep_alive = keep_alive
+        self.reads_only = repeatable and not written and set(storage_ids(inputs)).isdisjoint(storage_ids(output_leaves))
+        """Whether nobody can tell if inputs share storage with each other, or with what the module holds."""
         self.nbytes = graph.nbytes + self._staging.nbytes
 
     def refusal(self, leaves: Sequence[Tensor]) -> str | None:
@@ -76,32 +107,43 @@ class Entry:
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
 
-    def stage(self, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Tensor] | None]:
-        """All that can be done before anything runs that an eager call would do again: the inputs for ``launch``, and
-        memory for the outputs, unless the replay can be dropped."""
-        self._staging.copy_rest(self._inputs, leaves)
-        dense = self._staging.pick_dense(leaves)
-        if any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense))):
+    def stage(
+        self, leaves: Sequence[Tensor], addresses: Sequence[int], *, looked_at: bool
+    ) -> tuple[Sequence[Tensor], Sequence[int], list[Tensor]]:
+        """All that can be done before anything runs that an eager call would do again.
+
+        Args:
+            leaves: the tensors to copy, in leaf order.
+            addresses: where their bytes begin.
+            looked_at: whether none of them is lazily negated or conjugated.
+
+        Returns:
+            What ``launch`` takes: inputs, their addresses, and memory for the outputs.
+        """
+        dense, where = self._staging.pick_dense(leaves), self._staging.pick_dense(addresses)
+        if not looked_at and (any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense)))):
             # Their bytes are not their values.
             dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
-        drops = self.repeatable and not self.written
-        return dense, None if drops else self._handing_out.allocate(self._output_leaves)
+            where = list(map(Tensor.data_ptr, dense))
+        outputs = self._output_leaves if self._handing_out is None else self._handing_out.allocate(self._output_leaves)
+        self._staging.copy_rest(self._inputs, leaves)
+        return dense, where, outputs
 
-    def launch(self, dense: Sequence[Tensor]) -> None:
+    def launch(self, dense: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
         """Replays; on a device this returns while the work goes on."""
-        self._launch(dense)
+        handing_out = self._handing_out
+        self._launch(dense, addresses, () if handing_out is None else handing_out.pick_dense(outputs))
 
-    def hand_out(self, leaves: Sequence[Tensor], outputs: list[Tensor] | None) -> Any:
-        """The outputs of the last launch, in tensors that the caller owns, such as these. Inputs that the forward
-        writes are written in ``leaves`` too, as the eager forward would do."""
+    def hand_out(self, leaves: Sequence[Tensor], outputs: list[Tensor]) -> Any:
+        """The outputs of the last launch. Inputs that the forward writes are written in ``leaves`` too, as the eager
+        forward would do."""
         self.replays += 1
         if self.written:
             positions = self.written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
-        if outputs is None:
-            outputs = self._handing_out.allocate(self._output_leaves)
-        self._handing_out.copy(outputs, self._output_leaves)
-        return replace_tensors(self._outputs, iter(outputs), share_records=False)
+        if self._handing_out is not None:
+            self._handing_out.copy_rest(outputs, self._output_leaves)
+        return self._rebuild(outputs)
 
     def free(self) -> None:
         """Frees the graph and, with this entry, the memory around it."""

@@ -11,15 +11,16 @@ overrides the hooks in hooks.py and never repeats the road.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from graphreplay.ambient import ambient_state, eager_only
-from graphreplay.arguments import check_arguments, check_deadline, check_verify, parse_device
+from graphreplay.arguments import check_arguments, check_deadline, check_flags, check_verify, parse_device
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
 from graphreplay.entry import Entry
@@ -31,8 +32,18 @@ from graphreplay.errors import (
     UnsupportedLeafError,
 )
 from graphreplay.peers import peers_of
+from graphreplay.plan import MAX_PLANS, Plan
 from graphreplay.pool import GraphPool
-from graphreplay.request import BoundForward, CallOptions, Key, Replayed, Request, order_shows_below, variant_key
+from graphreplay.request import (
+    NO_OPTIONS,
+    BoundForward,
+    CallOptions,
+    Key,
+    Replayed,
+    Request,
+    order_shows_below,
+    variant_key,
+)
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore, free
 from graphreplay.stats import logger
@@ -40,6 +51,10 @@ from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.together import Alone, Failure
 from graphreplay.tree import path_of
 from graphreplay.verify import EagerTwin
+from graphreplay.weights import ModuleWatch
+
+_UNMARKED = nullcontext()
+_GRAD = "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
@@ -76,6 +91,11 @@ class GraphedForward(GraphStore):
             bit on a CPU, up to the rounding of the dtype elsewhere (``graphreplay.verify.ROUNDING``), with the same
             random numbers, and with all that the forward writes. If something differs, the call returns what eager
             gave, and the wrapper is disabled with a reason that says what. Not for groups of several ranks.
+        check_module: look at each replay whether weights, buffers, submodules, hooks and modes are those of the capture.
+            False: that is for the caller to know, who calls ``reset()`` after moving, replacing or switching anything;
+            weights that are updated in place never need it.
+        clone_outputs: hand outputs out in tensors that the caller owns. False: in the graph's own, which the next call
+            of any wrapper on the pool overwrites, and which must not be changed.
         nvtx: mark captures and replays as ranges for a profiler.
 
     Raises:
@@ -99,6 +119,8 @@ class GraphedForward(GraphStore):
         capture_context: Callable[[], AbstractContextManager[Any]] | None = None,
         pool: GraphPool | None = None,
         verify: Literal["off", "first", "always"] = "off",
+        check_module: bool = True,
+        clone_outputs: bool = True,
         nvtx: bool = False,
     ) -> None:
         bounds = {"max_entries": max_entries, "warmup_iters": warmup_iters}
@@ -113,11 +135,14 @@ class GraphedForward(GraphStore):
         self.group = group
         self.peers = peers_of(group, self.name, self.device, deadline)
         check_verify(verify, self.peers.ranks)
+        check_flags(check_module=check_module, clone_outputs=clone_outputs)
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device, self.peers.ranks)
         self._capture_context = capture_context or nullcontext
         self._verify = verify
+        self._check_module = check_module
+        self.clone_outputs = clone_outputs
         self._nvtx = nvtx
         self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
         self._open_store(max_entries, max_bytes)
@@ -163,7 +188,8 @@ class GraphedForward(GraphStore):
                 f"{self.name} takes keyword arguments only, {len(args)} positional given; "
                 "write graphed(x=x) in place of graphed(x)"
             )
-        return self._call(kwargs, CallOptions(variant, keep_alive, pin))
+        plain = variant is None and pin is False and keep_alive is NO_OPTIONS.keep_alive
+        return self._call(kwargs, NO_OPTIONS if plain else CallOptions(variant, keep_alive, pin))
 
     def options(self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False) -> BoundForward:
         """The same calls with these options bound, for forwards whose own kwargs have one of the three names:
@@ -232,15 +258,37 @@ class GraphedForward(GraphStore):
         reason = eager_only()
         if reason is not None:
             return reason
-        variant = None if options.variant is None else variant_key(options.variant)
-        watch = self._watched()
+        watch, ambient = self._watched(), ambient_state(self.device.type)
         if watch.refusal is not None:
             return watch.refusal
+        if torch.is_grad_enabled() and watch.requires_grad():
+            return _GRAD
+        for plan in self._plans:
+            recognized = plan.match(kwargs, options.variant) if plan.key.ambient == ambient else None
+            if recognized is not None:
+                addresses = list(map(Tensor.data_ptr, recognized))
+                if all(addresses) and (plan.shares_freely or self._share_nothing(recognized, watch)):
+                    return Request(kwargs, options, recognized, addresses, plan.key, plan, ahead)
+                break
+        return self._keyed(kwargs, options, watch, ambient, ahead)
+
+    @staticmethod
+    def _share_nothing(leaves: Sequence[Tensor], watch: ModuleWatch) -> bool:
+        """Whether each leaf is alone in its storage."""
+        ids = set(storage_ids(leaves))
+        return len(ids) == len(leaves) and watch.storage_ids.isdisjoint(ids)
+
+    def _keyed(
+        self, kwargs: dict[str, Any], options: CallOptions, watch: ModuleWatch, ambient: tuple[Any, ...], ahead: bool
+    ) -> Request | str:
+        """As ``_request``, for calls that no plan recognizes."""
+        variant = None if options.variant is None else variant_key(options.variant)
         try:
             signature, leaves = self._flatten(kwargs)
             ids = storage_ids(leaves)
-            for leaf in leaves:
-                if not leaf.data_ptr() and leaf.numel():
+            addresses = list(map(Tensor.data_ptr, leaves))
+            for leaf, address in zip(leaves, addresses, strict=True):
+                if not address and leaf.numel():
                     return f"{path_of(leaf, kwargs)} has no memory"
                 if leaf.device != self.device:
                     where = path_of(leaf, kwargs)
@@ -250,11 +298,11 @@ class GraphedForward(GraphStore):
                 return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
         except UnsupportedLeafError as error:
             return str(error)
-        if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
-            return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+            return _GRAD
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
-        key = Key(signature, ambient_state(self.device.type), sharing, variant)
-        return Request(kwargs, options, signature, leaves, key, ahead)
+        key = Key(signature, ambient, sharing, variant)
+        return Request(kwargs, options, leaves, addresses, key, None, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
@@ -267,13 +315,13 @@ class GraphedForward(GraphStore):
             self.disable(f"the current stream cannot be ordered behind the graphs': {describe(error)}")
             return self.disabled_reason
         entry = self._cache.get(request.key)
-        if entry is None or not entry.repeatable:
+        if entry is None or not (entry.repeatable or self._check_module is False):
             changed = self._drop_if_changed()
             if changed is not None:
                 return self._missed(request, changed)
         if entry is None:
             return self._missed(request, None)
-        return entry.refusal(request.leaves) or entry
+        return entry if request.plan and not entry.written else entry.refusal(request.leaves) or entry
 
     def _replay(self, entry: Entry, request: Request) -> Replayed | str | None:
         """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
@@ -294,16 +342,18 @@ class GraphedForward(GraphStore):
         harmless = True  # whether an eager call can make up for what fails
         with self._marked("replay"):
             try:
-                dense, into = entry.stage(request.leaves)
+                dense, addresses, outputs = entry.stage(
+                    request.leaves, request.addresses, looked_at=request.plan is not None
+                )
                 harmless = entry.repeatable  # any other replay may write half of what it writes
-                entry.launch(dense)
+                entry.launch(dense, addresses, outputs)
                 # The host looks at the module while the device works. What a repeatable graph has computed from weights
                 # that moved is dropped; any other one had to wait for this check.
-                changed = self._drop_if_changed() if entry.repeatable else None
+                changed = self._drop_if_changed() if entry.repeatable and self._check_module else None
                 if changed is not None:
                     return self._missed(request, changed)
                 harmless = harmless and not entry.written
-                outputs = entry.hand_out(request.leaves, into)
+                result = entry.hand_out(request.leaves, outputs)
             except Exception as error:
                 self.disable(f"replay failed: {describe(error)}")
                 if not harmless:
@@ -311,16 +361,30 @@ class GraphedForward(GraphStore):
                 return self.disabled_reason
         if eager is not None:
             self._stats.verified += 1
-            difference = eager.difference(outputs)
+            difference = eager.difference(result)
             if difference is not None:
                 self.disable(f"a replay differs from eager: {difference}; the graph cannot be trusted")
                 return Replayed(eager.take_over())
         self._stats.replays += 1
         if entry.replays == 1:
-            self._churn.replayed(request.signature)
+            self._churn.replayed(request.key.signature)
         if request.options.pin:
             self._cache.pin(request.key)
-        return Replayed(outputs)
+        if not self._plans or request.plan is not self._plans[0]:
+            self._plan(entry, request)
+        return Replayed(result)
+
+    def _plan(self, entry: Entry, request: Request) -> None:
+        """Has calls like this one be compared with it first."""
+        plan = request.plan
+        if plan is None:
+            try:
+                variant, shares_freely = request.options.variant, entry.reads_only
+                plan = Plan(entry.key, request.kwargs, variant, request.leaves, shares_freely=shares_freely)
+            except ValueError as error:
+                logger.debug("%s builds the key of each such call: %s", self.name, error)
+                return
+        self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
 
     def _drop_if_changed(self) -> str | None:
         """Drops all graphs if the module has changed since they were captured, and says what changed."""
@@ -333,7 +397,7 @@ class GraphedForward(GraphStore):
         """Counts a miss, or says why such a call is not captured."""
         reason = self._refused.get(request.key)
         if reason is None and not request.ahead:
-            reason = self._churn.refusal(request.signature)
+            reason = self._churn.refusal(request.key.signature)
         if reason is None:
             self._stats.miss(changed or self._what_is_new(request.key))
         return reason
@@ -419,7 +483,7 @@ class GraphedForward(GraphStore):
             self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
             return
         if not request.options.pin and not request.ahead:
-            varying = self._churn.captured(request.signature)
+            varying = self._churn.captured(request.key.signature)
             if varying is not None:
                 logger.warning("%s: %s is new on every call; further values of it run eagerly", self.name, varying)
         self._cache.put(request.key, entry, entry.nbytes, pin=request.options.pin)
@@ -493,4 +557,4 @@ class GraphedForward(GraphStore):
             return isinstance(request, Request) and do(request.key)
 
     def _marked(self, phase: str) -> AbstractContextManager[Any]:
-        return self._range(phase) if self._nvtx else nullcontext()
+        return self._range(phase) if self._nvtx else _UNMARKED

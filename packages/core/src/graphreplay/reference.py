@@ -13,11 +13,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from graphreplay.collectives import COLLECTIVES, process_groups
+from graphreplay.entry import Launch, launch_between
 from graphreplay.errors import BackendUnavailableError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal
 from graphreplay.opmode import tensor_args, uncompiled
-from graphreplay.storage import CopyPlan
 
 
 @dataclass(slots=True)
@@ -64,14 +64,8 @@ class RecordedGraph:
         the last one to let go of it must be such an object, which releases the interpreter, and no recorded call."""
         self.nbytes = 0
 
-    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-        plan = CopyPlan(inputs)
-
-        def launch(leaves: Sequence[Tensor]) -> None:
-            plan.copy(inputs, leaves)
-            self.replay()
-
-        return launch
+    def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
+        return launch_between(self.replay, inputs, outputs)
 
     def replay(self) -> None:
         """Runs the recorded operators again."""

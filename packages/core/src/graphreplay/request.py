@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from graphreplay.tree import path_of
 
 if TYPE_CHECKING:
     from graphreplay.forward import GraphedForward
+    from graphreplay.plan import Plan
 
 
 def order_shows_below(forward: Any) -> int:
@@ -55,13 +57,35 @@ class CallOptions:
             raise ConfigurationError(f"pin must be True or False, not {self.pin!r}")
 
 
-class Key(NamedTuple):
-    """What a graph is looked up by."""
+NO_OPTIONS = CallOptions()
+"""Of most calls."""
 
-    signature: Signature
-    ambient: tuple[Any, ...]
-    sharing: tuple[tuple[int, ...], ...]
-    variant: Signature | None
+
+class Key:
+    """What a graph is looked up by. It knows its hash, since a tuple would hash every shape and name at each lookup."""
+
+    __slots__ = ("_hash", "_parts", "ambient", "sharing", "signature", "variant")
+
+    def __init__(
+        self,
+        signature: Signature,
+        ambient: tuple[Any, ...],
+        sharing: tuple[tuple[int, ...], ...],
+        variant: Signature | None,
+    ) -> None:
+        self.signature = signature
+        """Of the kwargs, with the order of dicts where the forward can see it."""
+        self.ambient = ambient
+        self.sharing = sharing
+        self.variant = variant
+        self._parts = (signature, ambient, sharing, variant)
+        self._hash = hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._parts == other._parts
 
     def news_since(self, last: Key) -> str:
         """What is new in this key since another one."""
@@ -77,23 +101,25 @@ class Key(NamedTuple):
         return "its graph was evicted or dropped"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """One call that a graph may serve."""
 
     kwargs: dict[str, Any]
     options: CallOptions
-    signature: Signature
-    """Of the kwargs, with the order of dicts."""
-    leaves: list[Tensor]
+    leaves: Sequence[Tensor]
     """The tensors that are staged, in the order of the tree."""
+    addresses: Sequence[int]
+    """Where their bytes begin; 0 only for those without elements."""
     key: Key
     """Equal for two calls exactly if one graph can serve both."""
+    plan: Plan | None
+    """By which the key was recognized, so that every leaf looks as it did when that was made."""
     ahead: bool
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Replayed:
     """The outputs of a replay, apart from reasons and misses."""
 

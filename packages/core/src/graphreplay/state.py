@@ -16,6 +16,7 @@ from graphreplay.entry import Entry
 from graphreplay.errors import ClosedError, ForkedError, NotCopyableError
 from graphreplay.hooks import BackendHooks
 from graphreplay.peers import NoPeers
+from graphreplay.plan import Plan
 from graphreplay.request import Key
 from graphreplay.signature import Signature
 from graphreplay.stats import Stats, logger
@@ -43,12 +44,15 @@ class GraphStore(BackendHooks):
     """The other ranks of its group."""
 
     warmup_iters: int
+    clone_outputs: bool
     _capture_context: Callable[[], AbstractContextManager[Any]]
     _flatten: Callable[[Any], tuple[Signature, list[Tensor]]]
     """The key of a kwargs tree for this forward and device, and the tensors to stage."""
 
     def _open_store(self, max_entries: int, max_bytes: int | None) -> None:
         self._watch: ModuleWatch | None = None
+        self._plans: tuple[Plan, ...] = ()
+        """Of the latest replays, the latest first. Only ever replaced, since calls read it without the lock."""
         self._cache: LRUCache[Hashable, Entry] = LRUCache(max_entries, max_bytes, free)
         self._refused: OrderedDict[Hashable, str] = OrderedDict()
         self._churn = ChurnGuard()
@@ -156,6 +160,7 @@ class GraphStore(BackendHooks):
     def _clear(self) -> None:
         self._cache.clear()
         self._watch = None
+        self._plans = ()
         try:
             self._release_memory()
         except Exception as error:  # the graphs are gone all the same

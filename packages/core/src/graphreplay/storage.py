@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _ALIGNMENT = 16
 """A copied region keeps its offset modulo this many bytes, so that every dtype in it stays aligned."""
@@ -106,7 +109,7 @@ class CopyPlan:
             gaps, overlaps = layout(tensor)
             if overlaps or len(positions) > 1:
                 self._regions.append(_Region(positions, like))
-            elif gaps:
+            elif gaps or any(_lazy_bits(tensor)):
                 self._sparse.append(positions[0])
             else:
                 self._dense.setdefault((tensor.dtype, tensor.device), []).append(positions[0])
@@ -114,7 +117,8 @@ class CopyPlan:
         self.nbytes += sum(extent(like[p]) for p in self._sparse) + sum(r.nbytes for r in self._regions)
 
         self.dense = sorted(p for group in self._dense.values() for p in group)
-        """Positions of tensors alone in their storage, without gaps: their bytes are their values."""
+        """Positions of tensors alone in their storage, without gaps and lazy bits: their bytes are their values."""
+        self._plain = len(self.dense) == self._all and all(tensor.numel() for tensor in like)
 
     @property
     def has_regions(self) -> bool:
@@ -132,6 +136,8 @@ class CopyPlan:
 
     def allocate(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the same layout in storages of their own, values undefined."""
+        if self._plain:
+            return list(map(torch.empty_like, like))  # which keeps the strides of dense tensors
         into = list(like)
         for region in self._regions:
             region.allocate(like, into)
@@ -152,9 +158,9 @@ class CopyPlan:
                 torch._foreach_copy_([into[p] for p in positions], [source[p] for p in positions])
         self.copy_rest(into, source)
 
-    def pick_dense(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors at the positions in ``dense``."""
-        return tensors if len(self.dense) == self._all else [tensors[p] for p in self.dense]
+    def pick_dense(self, items: Sequence[T]) -> Sequence[T]:
+        """Of one item for each tensor, those at the positions in ``dense``."""
+        return items if len(self.dense) == self._all else [items[p] for p in self.dense]
 
     def copy_rest(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         """As ``copy``, for the tensors that ``pick_dense`` leaves out."""

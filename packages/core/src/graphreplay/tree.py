@@ -11,7 +11,8 @@ Anything else is refused, since it may hide a tensor or change without showing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import Parameter
 
 from graphreplay.containers import container_of
 from graphreplay.errors import UnsupportedLeafError
-from graphreplay.values import Refused, leaf_token
+from graphreplay.values import ONLY_STR, Refused, leaf_token
 
 MAX_DEPTH = 64
 """Containers nest no deeper than this, so that a cycle ends in an error and not in a recursion crash."""
@@ -126,6 +127,22 @@ def _replace(obj: Any, feed: _Feed, share_records: bool) -> Any:
     before = feed.taken
     rebuilt = [_replace(value, feed, share_records) for value in values]
     return obj if share_records and container.is_record and feed.taken == before else container.rebuild(obj, rebuilt)
+
+
+def rebuilder(tree: Any) -> Callable[[Sequence[Tensor]], Any]:
+    """``replace_tensors(tree, iter(new), share_records=False)`` as a function of ``new``, for many calls: of the trees
+    that most forwards return, a tensor or a flat container of tensors, a constructor call is left of it."""
+    cls = type(tree)
+    if cls in TENSOR_TYPES:
+        return itemgetter(0)
+    if cls in (list, tuple) and set(map(type, tree)) <= TENSOR_TYPES:
+        build: Callable[[Sequence[Tensor]], Any] = cls
+        return build
+    if cls is dict and set(map(type, tree)) == ONLY_STR and set(map(type, tree.values())) <= TENSOR_TYPES:
+        names = tuple(sorted(tree))  # the order of walk
+        if names == tuple(tree):
+            return lambda new: dict(zip(names, new, strict=True))
+    return lambda new: replace_tensors(tree, iter(new), share_records=False)
 
 
 def check_rebuilt(rebuilt: Any, leaves: Sequence[Tensor], root: str = "kwargs") -> None:

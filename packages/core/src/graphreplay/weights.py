@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from graphreplay.attributes import StatefulForwardError
 from graphreplay.hooks import BackendHooks
+from graphreplay.looks import looks_of
 from graphreplay.tree import TENSOR_TYPES
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -50,12 +51,15 @@ class ModuleWatch:
         roots = modules_behind(forward)
         roots = [*roots, *(module for root in roots for module in _nested(root))]
         self.modules: list[tuple[str, nn.Module]] = [pair for root in roots for pair in root.named_modules()]
-        self._members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
-        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
+        members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
+        hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
+        self._members, self._hooks = list(filter(None, members)), list(filter(None, hooks))
+        self._empty = [held for held in (*members, *hooks) if not held]
         self._bound = [(m.__dict__, key) for _, m in self.modules for key, v in m.__dict__.items() if _is_bound(v)]
         self._bare = [m for _, m in self.modules]
         self._states = [m.__dict__ for _, m in self.modules]
         self._structure = self._structure_now()
+        self._look_alike: Callable[..., bool] | None = None
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._places: list[list[Any]] = [[] for _ in _PLACE]
@@ -83,6 +87,7 @@ class ModuleWatch:
             self._storages.append(storage)
         self._names.append(name)
         self._tensors.append(tensor)
+        self._look_alike = None
         for places, value in zip(self._places, (read(tensor) for read in _PLACE), strict=True):
             places.append(value)
 
@@ -95,19 +100,34 @@ class ModuleWatch:
 
     def changed(self) -> str | None:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
-        places = self._places_now()
-        if places != self._places:
-            seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
-            name = next(name for name, now, was in seen if now != was)
-            return f"weight {name} moved to other memory, or has another shape, strides, dtype or requires_grad"
+        moved = self._moved()
+        if moved is not None:
+            return f"weight {moved} moved to other memory, or has another shape, strides, dtype or requires_grad"
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"weight {name} was initialized"
+        if any(self._empty):
+            return "the module has more weights, submodules or hooks than at capture"
         now = self._structure_now()
         for what, was, is_now in zip(_STRUCTURE, self._structure, now, strict=True):
             if len(was) != len(is_now) or not all(map(is_, was, is_now)):
                 return f"the module has other {what} than at capture"
         return None
+
+    def _moved(self) -> str | None:
+        """The name of a tensor that is not where it was, or not seen as it was."""
+        tensors = self._tensors
+        if self._look_alike is not None and self._look_alike(*self._distinct):
+            if list(map(Tensor.data_ptr, tensors)) == self._places[0]:
+                return None
+        places = self._places_now()
+        if places == self._places:
+            # Looks depend on modes of the thread: those of the latest call will mostly be those of the next one.
+            self._distinct = list({id(tensor): tensor for tensor in tensors}.values())
+            self._look_alike = looks_of(self._distinct) if tensors else None
+            return None
+        seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
+        return next(name for name, now, was in seen if now != was)
 
     @contextmanager
     def kept(self, more: Sequence[Tensor]) -> Iterator[None]:
@@ -139,10 +159,10 @@ class ModuleWatch:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
         to them, so that no address is reused."""
         return (
-            [*modules_behind(self._forward), *chain.from_iterable(map(_values, filter(None, self._members)))],
+            [*modules_behind(self._forward), *chain.from_iterable(map(_values, self._members))],
             [state.get(key) for state, key in self._bound],
             list(map(_training, self._bare)),
-            list(chain.from_iterable(map(_values, filter(None, self._hooks)))),
+            list(chain.from_iterable(map(_values, self._hooks))),
             [*map(_own_forward, self._states), *map(type, self._bare)],
         )
 

@@ -51,7 +51,7 @@ class CapturedForward:
         self.reset = captured.reset
         self._graph = captured
 
-    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor], Sequence[int]], None]:
         return self._graph.staging(inputs).launch
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from graphreplay.storage import CopyPlan
+from graphreplay.entry import Launch, launch_between
 from graphreplay_xpu.pools import PoolMemory, is_capturing
 
 kept_graphs: list[torch.xpu.XPUGraph] = []
@@ -35,14 +35,8 @@ class CapturedForward:
         self._last_stream: torch.xpu.Stream | None = None
         self._replayed = torch.xpu.Event()
 
-    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-        plan = CopyPlan(inputs)
-
-        def launch(leaves: Sequence[Tensor]) -> None:
-            plan.copy(inputs, leaves)
-            self._replay()
-
-        return launch
+    def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
+        return launch_between(self._replay, inputs, outputs)
 
     def _replay(self) -> None:
         assert self._graph is not None

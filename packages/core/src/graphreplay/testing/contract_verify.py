@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphreplay.entry import Graph
+from graphreplay.entry import Graph, Launch
 from graphreplay.errors import ConfigurationError
+from graphreplay.storage import CopyPlan
 from graphreplay.testing import zoo
 from graphreplay.testing.contract_twin import ContractBase, assert_same, generator_states
 
@@ -30,12 +31,13 @@ class _Corrupted:
         self._graph, self._spoil = graph, spoil
         self.nbytes, self.reset = graph.nbytes, graph.reset
 
-    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
-        launch = self._graph.staging(inputs)
+    def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
+        launch, handing_out = self._graph.staging(inputs, ()), CopyPlan(outputs)
 
-        def launch_and_spoil(leaves: Sequence[Tensor]) -> None:
-            launch(leaves)
+        def launch_and_spoil(leaves: Sequence[Tensor], addresses: Sequence[int], handed_out: Sequence[Tensor]) -> None:
+            launch(leaves, addresses, ())
             self._spoil(inputs)
+            handing_out.copy(handed_out, outputs)
 
         return launch_and_spoil
 

@@ -1,0 +1,100 @@
+"""Recognizes calls that have the key of an earlier one, in a fraction of the time that building a key takes.
+
+A plan is made of one call and its key. It walks the tree of a later call in flat loops that run in C, and says yes only
+where the key would be equal; where it says no, the key is built and decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import copysign
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from graphreplay.looks import looks_of
+from graphreplay.request import Key
+from graphreplay.values import ONLY_STR, PLAIN_TYPES
+
+MAX_PLANS = 4
+"""How many of the latest plans a call is compared with: a comparison that fails costs about a tenth of a key."""
+
+
+class Plan:
+    """Recognizes the kwargs and variant of calls with one key.
+
+    Args:
+        shares_freely: whether leaves may share storage, though those of the key do not.
+
+    Raises:
+        ValueError: it cannot be told so simply.
+    """
+
+    def __init__(
+        self, key: Key, kwargs: dict[str, Any], variant: Any, leaves: Sequence[Tensor], *, shares_freely: bool
+    ) -> None:
+        self.key = key
+        self.shares_freely = shares_freely
+        values: list[Any] = [kwargs, variant]
+        self._containers: list[tuple[int, type, Any]] = []
+        """Where a container is among the values, its type, and its names or its length. Its children come last then."""
+        constants: list[int] = []
+        places = {id(leaf): -1 for leaf in leaves}
+        if key.sharing or not leaves:
+            raise ValueError("tensors that share storage, or none")
+        for position, value in enumerate(values):  # which grow meanwhile
+            cls = type(value)
+            if cls is dict and set(map(type, value)) <= ONLY_STR:
+                self._containers.append((position, cls, tuple(value)))
+                values += value.values()
+            elif cls is list or cls is tuple:
+                self._containers.append((position, cls, len(value)))
+                values += value
+            elif cls in PLAIN_TYPES or cls is float:
+                constants.append(position)
+            elif places.get(id(value)) == -1:
+                places[id(value)] = position
+            else:
+                raise ValueError(f"a {cls.__name__}")
+        self._pick_leaves = _picker([places[id(leaf)] for leaf in leaves])
+        self._pick_constants = _picker(constants)
+        self._constants = self._pick_constants(values)
+        self._types = tuple(map(type, self._constants))
+        self._zeros = [(p, copysign(1.0, x)) for p, x in enumerate(self._constants) if type(x) is float and x == 0.0]
+        """Where zeros are among the constants, and their signs, which == does not see."""
+        self._look_alike = looks_of(leaves)
+
+    def match(self, kwargs: dict[str, Any], variant: Any) -> tuple[Tensor, ...] | None:
+        """The leaves of a call in their order, if its kwargs and variant have the key; or None if they may not have it.
+
+        The caller still looks at the process's state, and at whether leaves share storage where that counts.
+        """
+        values: list[Any] = [kwargs, variant]
+        for position, cls, names in self._containers:
+            node = values[position]
+            if type(node) is not cls:
+                return None
+            if cls is not dict:
+                if len(node) != names:
+                    return None
+                values += node
+            elif tuple(node) != names or (names and set(map(type, node)) != ONLY_STR):  # a str enum equals its str
+                return None
+            else:
+                values += node.values()
+        constants = self._pick_constants(values)
+        if tuple(map(type, constants)) != self._types or constants != self._constants:
+            return None
+        for position, sign in self._zeros:
+            if copysign(1.0, constants[position]) != sign:
+                return None
+        leaves = self._pick_leaves(values)
+        return leaves if self._look_alike(*leaves) else None
+
+
+def _picker(positions: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What takes the items at these positions out of a list, as a tuple."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda values: tuple(values[position] for position in positions)
