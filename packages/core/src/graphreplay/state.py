@@ -26,6 +26,19 @@ MAX_REFUSED = 1024
 """Keys that are remembered as not graphable; the oldest goes first."""
 
 
+class _Forks:
+    """How often this process is the child of a fork: asking the system for its number costs more."""
+
+    count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+os.register_at_fork(after_in_child=_forks.add)
+
+
 def free(entry: Entry) -> None:
     """Frees an evicted graph. Whoever evicts it has a call in hand that is right, or more graphs to free."""
     try:
@@ -58,7 +71,7 @@ class GraphStore(BackendHooks):
         self._churn = ChurnGuard()
         self._last: Key | None = None
         self._stats = Stats(self.name)
-        self._process = os.getpid()
+        self._forks = _forks.count
         self._closed = False
 
     @property
@@ -139,7 +152,7 @@ class GraphStore(BackendHooks):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError(f"{self.name} was closed; build another GraphedForward")
-        if self._process != os.getpid():
+        if self._forks != _forks.count:
             raise ForkedError(
                 f"{self.name} was built before this process was forked, and device graphs do not survive a fork; build "
                 "another GraphedForward in this process"

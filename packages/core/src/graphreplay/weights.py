@@ -39,6 +39,20 @@ _STRUCTURE = (
 )
 
 
+_version = torch._C._dynamo.guards.dict_version
+"""A number that no dict has twice, nor two dicts in common: each change to one gives it another."""
+
+
+class _Seen:
+    """What modules were like when they were looked at closely, in a form that is soon compared."""
+
+    def __init__(self, tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]], modules: Sequence[nn.Module]) -> None:
+        self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self.look_alike = looks_of(self.tensors)
+        self.versions = list(map(_version, dicts))
+        self.classes = list(map(type, modules))
+
+
 class ModuleWatch:
     """Remembers the modules behind a forward as they are now.
 
@@ -48,8 +62,8 @@ class ModuleWatch:
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
-        roots = modules_behind(forward)
-        roots = [*roots, *(module for root in roots for module in _nested(root))]
+        self._roots = modules_behind(forward)
+        roots = [*self._roots, *(module for root in self._roots for module in _nested(root))]
         self.modules: list[tuple[str, nn.Module]] = [pair for root in roots for pair in root.named_modules()]
         members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
         hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
@@ -59,7 +73,9 @@ class ModuleWatch:
         self._bare = [m for _, m in self.modules]
         self._states = [m.__dict__ for _, m in self.modules]
         self._structure = self._structure_now()
-        self._look_alike: Callable[..., bool] | None = None
+        self._dicts = [*self._states, *self._members, *self._hooks]
+        self._seeable = all(isinstance(held, dict) for held in self._dicts)  # those of a TorchScript module are none
+        self._seen: _Seen | None = None
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._places: list[list[Any]] = [[] for _ in _PLACE]
@@ -87,7 +103,7 @@ class ModuleWatch:
             self._storages.append(storage)
         self._names.append(name)
         self._tensors.append(tensor)
-        self._look_alike = None
+        self._seen = None
         for places, value in zip(self._places, (read(tensor) for read in _PLACE), strict=True):
             places.append(value)
 
@@ -100,9 +116,13 @@ class ModuleWatch:
 
     def changed(self) -> str | None:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
-        moved = self._moved()
-        if moved is not None:
-            return f"weight {moved} moved to other memory, or has another shape, strides, dtype or requires_grad"
+        if self._untouched():
+            return None
+        places = self._places_now()
+        if places != self._places:
+            seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
+            name = next(name for name, now, was in seen if now != was)
+            return f"weight {name} moved to other memory, or has another shape, strides, dtype or requires_grad"
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"weight {name} was initialized"
@@ -110,24 +130,25 @@ class ModuleWatch:
             return "the module has more weights, submodules or hooks than at capture"
         now = self._structure_now()
         for what, was, is_now in zip(_STRUCTURE, self._structure, now, strict=True):
-            if len(was) != len(is_now) or not all(map(is_, was, is_now)):
+            if not _same(was, is_now):
                 return f"the module has other {what} than at capture"
+        # What tensors look like depends on modes of the thread: those of this call will mostly be those of the next.
+        seeable = self._seeable and self._tensors and not self._lazy
+        self._seen = _Seen(self._tensors, self._dicts, self._bare) if seeable else None
         return None
 
-    def _moved(self) -> str | None:
-        """The name of a tensor that is not where it was, or not seen as it was."""
-        tensors = self._tensors
-        if self._look_alike is not None and self._look_alike(*self._distinct):
-            if list(map(Tensor.data_ptr, tensors)) == self._places[0]:
-                return None
-        places = self._places_now()
-        if places == self._places:
-            # Looks depend on modes of the thread: those of the latest call will mostly be those of the next one.
-            self._distinct = list({id(tensor): tensor for tensor in tensors}.values())
-            self._look_alike = looks_of(self._distinct) if tensors else None
-            return None
-        seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
-        return next(name for name, now, was in seen if now != was)
+    def _untouched(self) -> bool:
+        """Whether nobody has touched any of it since ``changed`` looked closely: a quick answer to most calls."""
+        seen = self._seen
+        return (
+            seen is not None
+            and seen.look_alike(*seen.tensors)
+            and list(map(Tensor.data_ptr, self._tensors)) == self._places[0]
+            and list(map(_version, self._dicts)) == seen.versions
+            and list(map(type, self._bare)) == seen.classes
+            and not any(self._empty)
+            and (isinstance(self._forward, nn.Module) or _same(modules_behind(self._forward), self._roots))
+        )
 
     @contextmanager
     def kept(self, more: Sequence[Tensor]) -> Iterator[None]:
@@ -176,6 +197,10 @@ _PLACE: tuple[Callable[[Tensor], Any], ...] = (
     attrgetter("requires_grad"),
 )
 """Where a tensor lies and how it is seen, each read by one C call."""
+
+
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def _is_bound(value: Any) -> bool:
