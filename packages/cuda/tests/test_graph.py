@@ -23,6 +23,7 @@ from graphreplay_cuda import (
     is_current_stream_capturing,
     release,
 )
+from graphreplay_cuda.capture import Capture
 from graphreplay_cuda.pools import PoolHandle
 
 gpu = pytest.mark.cuda
@@ -521,6 +522,26 @@ def test_replays_of_one_graph_on_many_streams_run_one_after_another():
     streams = [torch.cuda.Stream() for _ in range(4)]
     for turn in range(400):
         made.replay(streams[turn % 4])
+@gpu
+def test_the_last_graph_of_a_pool_may_leave_as_another_one_begins(monkeypatch):
+    """torch does not count that one yet, and would drop the pool."""
+    x, handle, begin = torch.ones(64, device="cuda"), graph_pool_handle(), Capture._begin
+    old, _ = captured(x, pool=handle)
+    old.replay()
+
+    def begin_late(capture):
+        thread = threading.Thread(target=old.reset)
+        thread.start()
+        thread.join()
+        begin(capture)
+
+    monkeypatch.setattr(Capture, "_begin", begin_late)
+    made, y = captured(x, pool=handle)
+    made.replay()
+    assert (y[0].item(), handle.graphs) == (3.0, 1)
+    assert_healthy()
+
+
     torch.cuda.synchronize()
     assert counter.item() == 400
 

@@ -98,3 +98,29 @@ def test_a_graph_may_go_while_another_one_of_its_pool_goes():
     thread.start()
     thread.join(30)
     assert (told, pool.graphs) == (["inner", "outer"], 0)
+
+
+def test_a_graph_that_leaves_while_another_one_enters_is_freed_after_its_capture(told):
+    """torch does not count that one from the beginning, and would drop the pool with the last one that it counts."""
+    pool, same = PoolHandle((0, 7)), PoolHandle((0, 7))
+    pool.enter()
+    pool.capture_over()
+    assert same.enter() == (0, 7)
+    thread = threading.Thread(target=pool.leave, args=(lambda: told.append("freed"),), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert (told, pool.graphs) == ([], 1)
+    same.capture_over()
+    assert (told, pool.graphs, same.graphs) == (["relaxed", "freed", "strict"], 0, 1)
+
+
+def test_a_graph_that_leaves_late_and_cannot_be_freed_is_logged(told, caplog):
+    pool = PoolHandle((0, 7))
+    pool.enter()
+    pool.capture_over()
+    pool.enter()
+    pool.leave(failing)
+    assert caplog.records == []
+    pool.capture_over()
+    assert "a graph could not be freed: AcceleratorError: CUDA error: the device is gone" in caplog.text
+    assert pool.graphs == 1

@@ -125,8 +125,8 @@ class CUDAGraph(ConditionalNodes):
     def reset(self) -> None:
         """Frees the executable graph and leaves its pool; a capture under way is given up. The graph is then as new.
 
-        Waits for replays in flight. Inside someone else's capture the graph is freed after it. May be called at any
-        time and again.
+        Waits for replays in flight. Inside someone else's capture, or during one into its pool, the graph is freed
+        after that. May be called at any time and again.
         """
         for trouble in self._give_up("reset"):
             warnings.warn(trouble, GraphReplayWarning, stacklevel=2)
