@@ -15,7 +15,7 @@ from torch import Tensor
 from graphreplay import ConfigurationError, GraphReplayWarning, NotCopyableError
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.arguments import check_mode, check_pool, check_stream, require_device
-from graphreplay_cuda.capture import Capture
+from graphreplay_cuda.capture import IN_USE, Capture
 from graphreplay_cuda.copynode import CopyNode, Launches
 from graphreplay_cuda.current import is_capturing_here
 from graphreplay_cuda.errors import GraphStateError
@@ -75,6 +75,10 @@ class CUDAGraph(ConditionalNodes):
                 on a stream of its own. Run the work once before, eagerly: libraries initialize themselves at first use,
                 which a capture forbids.
 
+        The capture comes behind the work of the current stream, and at its end the host waits for that. Wait yourself
+        for replays in flight on further streams if they draw random numbers: as a capture begins, PyTorch (2.11) writes
+        the seed that all graphs of the device read.
+
         Raises:
             ConfigurationError: a bad mode, pool or stream (a ValueError); the legacy default stream cannot be captured.
             BackendUnavailableError: there is no CUDA device.
@@ -90,9 +94,7 @@ class CUDAGraph(ConditionalNodes):
             raise GraphStateError(f"capture_begin on a graph that {self._state()}; call reset() first, or take another")
         stream = stream or streams.dedicated_stream(torch.cuda.current_device())
         if is_capturing_here() or driver.is_capturing(stream.cuda_stream):
-            raise GraphStateError(
-                "this thread, or the stream to capture, is in a capture already; end that first, or pass another stream"
-            )
+            raise GraphStateError(IN_USE)
         handle = given or PoolHandle(torch.cuda.graph_pool_handle())
         self._capture = Capture(stream, handle, capture_error_mode)
         self._pool, self._launches, self._process = handle, Launches(stream.device), os.getpid()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from contextlib import suppress
 
 import torch
 
@@ -19,6 +20,9 @@ _bodies: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 _lent: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
 """Streams of memory pools that are gone, for the next ones. A stream's workspace is never freed, so none is wasted."""
+
+_taken: set[tuple[int, int]] = set()
+"""Streams that a capture runs on, by device and raw stream."""
 
 
 def dedicated_stream(index: int) -> torch.cuda.Stream:
@@ -41,10 +45,43 @@ def give_back(stream: torch.cuda.Stream) -> None:
     _lent[stream.device.index].append(stream)
 
 
+def take(stream: torch.cuda.Stream) -> bool:
+    """Takes a stream for one capture, until ``let_go``; returns False where another one has it. The driver tells only
+    whether a stream is being captured right now, and a capture needs it for a moment before and after that."""
+    key = _key(stream)
+    with _lock:
+        if key in _taken:
+            return False
+        _taken.add(key)
+        return True
+
+
+def let_go(stream: torch.cuda.Stream) -> None:
+    """Ends the use of a stream that a capture took."""
+    _taken.discard(_key(stream))  # without the lock, which the collector may find held by its own thread
+
+
+def follow_current(stream: torch.cuda.Stream) -> None:
+    """Orders a stream behind what the current one of its device holds, if nobody captures that."""
+    current = torch.cuda.current_stream(stream.device)
+    if current.cuda_stream == 0 or not driver.is_capturing(current.cuda_stream):
+        stream.wait_stream(current)
+
+
+def wait_for(stream: torch.cuda.Stream) -> None:
+    """Has the host wait for what a stream holds, if nobody captures it: the wait would break the capture. An error of
+    that work comes up again at whatever uses the device next."""
+    with suppress(RuntimeError), driver.relaxed():
+        if not driver.is_capturing(stream.cuda_stream):
+            done = torch.cuda.Event()  # no wait that torch.cuda.set_sync_debug_mode would tell the user of
+            done.record(stream)
+            done.synchronize()
+
+
 def body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream:
     """The stream for bodies below a parent stream."""
     with _lock:
-        key = (parent.device.index, parent.cuda_stream)
+        key = _key(parent)
         if key not in _bodies:
             _bodies[key] = _new(parent.device.index)
         return _bodies[key]
@@ -55,6 +92,10 @@ def give_workspace(stream: torch.cuda.Stream) -> None:
     become memory of one graph, and all later ones on the stream would use it."""
     with torch.cuda.stream(stream):
         torch.cuda.current_blas_handle()
+
+
+def _key(stream: torch.cuda.Stream) -> tuple[int, int]:
+    return stream.device.index, stream.cuda_stream
 
 
 def named(raw: int, device: torch.device) -> torch.cuda.Stream:
