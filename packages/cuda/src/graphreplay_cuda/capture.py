@@ -182,8 +182,7 @@ class Capture:
             return stream
         torch._C._cuda_endAllocateToPool(self.device.index, self._number)
         try:
-            with driver.relaxed():
-                streams.give_workspace(stream)  # with the pool out of its way
+            streams.give_workspace(stream)  # with the pool out of its way
         finally:
             torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._number)
             torch._C._cuda_releasePool(self.device.index, self._number)  # which begin has added once more

@@ -73,7 +73,8 @@ class CUDAGraph(ConditionalNodes):
             stream: a side stream, or None for one that is kept for this on the current device. Graphs captured on one
                 stream share the workspace that cuBLAS has for it: replay two at the same time only if each was captured
                 on a stream of its own. Run the work once before, eagerly: libraries initialize themselves at first use,
-                which a capture forbids.
+                which a capture forbids; but on another stream than you pass here, since a workspace that this one got
+                outside of captures is lost to its graphs where PyTorch frees it (``_cuda_clearCublasWorkspaces``).
 
         The capture comes behind the work of the current stream, and at its end the host waits for that. Wait yourself
         for replays in flight on further streams if they draw random numbers: as a capture begins, PyTorch (2.11) writes

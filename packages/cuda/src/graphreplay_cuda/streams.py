@@ -1,11 +1,18 @@
 """Streams that captures run on. torch's own come from a pool of 32 that wraps around: two captures would then share a
-stream, and with it a cuBLAS workspace that both of their graphs write at once."""
+stream, and with it a cuBLAS workspace that both of their graphs write at once.
+
+A graph has the address of its stream's workspace, and torch may free that at any time: its own cudagraph trees free all
+workspaces of the process at every recording. So workspaces are memory of pools of their own, one for each stream, which
+give nothing back: what torch frees there goes to later workspaces of the stream alone.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -23,6 +30,21 @@ _lent: dict[int, list[torch.cuda.Stream]] = defaultdict(list)
 
 _taken: set[tuple[int, int]] = set()
 """Streams that a capture runs on, by device and raw stream."""
+
+_workspace_pools: dict[tuple[int, int], torch.cuda.MemPool] = {}
+"""Where the workspaces of a stream are, by device and raw stream."""
+
+_workspace_lock = threading.RLock()
+"""Held while one is allocated: torch sends memory of one thread at a time to a pool."""
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.served: set[tuple[int, int]] = set()
+        """Streams that this thread has all workspaces for, unless torch has freed them since."""
+
+
+_here = _Here()
 
 
 def dedicated_stream(index: int) -> torch.cuda.Stream:
@@ -88,10 +110,55 @@ def body_stream(parent: torch.cuda.Stream) -> torch.cuda.Stream:
 
 
 def give_workspace(stream: torch.cuda.Stream) -> None:
-    """Has cuBLAS allocate the workspace of a stream for this thread now, where it has none. Inside a capture it would
-    become memory of one graph, and all later ones on the stream would use it."""
-    with torch.cuda.stream(stream):
-        torch.cuda.current_blas_handle()
+    """Has torch allocate the workspaces of a stream for this thread now, where it has none. Inside a capture they would
+    become memory of one graph, and all later ones on the stream would use it; elsewhere, once torch has freed them,
+    memory of anyone. One that the stream has already stays where it is.
+
+    Other threads may capture meanwhile, and this one on another stream, with its memory not sent to any pool.
+    """
+    key = _key(stream)
+    driver.ensure_context()  # the thread may be new
+    with _workspace_lock, driver.relaxed(), torch.cuda.stream(stream):
+        before = _allocations(stream.device)
+        with _own_memory(key):
+            torch.cuda.current_blas_handle()
+        if key in _here.served and _allocations(stream.device) == before:
+            return
+        # The first time, or torch has freed all of them; then that of cuBLASLt as well, which has one of its own unless
+        # TORCH_CUBLASLT_UNIFIED_WORKSPACE says otherwise, and no call that allocates it.
+        _here.served.discard(key)
+        with suppress(RuntimeError):  # then the first product of the forward says why
+            _multiply_by_lt(stream.device, key)
+            _here.served.add(key)
+
+
+def _multiply_by_lt(device: torch.device, key: tuple[int, int]) -> None:
+    """Runs a product that torch gives to cuBLASLt, unseen by the user's modes."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        # Not in the pool: a graph in flight may still use what is free there.
+        bias, left, right, out = torch.empty(4, 16, 16, dtype=torch.float16, device=device)
+        with _own_memory(key):
+            torch.addmm(bias[0], left, right, out=out)
+
+
+@contextmanager
+def _own_memory(key: tuple[int, int]) -> Iterator[None]:
+    """Has what this thread allocates come from the pool for the workspaces of a stream, which is current."""
+    if torch.cuda.get_allocator_backend() != "native":  # no other has such pools
+        yield
+        return
+    if key not in _workspace_pools:
+        pool = torch.cuda.MemPool()
+        # Never destroyed, not even at the end of the process, when a capture may be under way or the device be gone.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+        _workspace_pools[key] = pool
+    with torch.cuda.use_mem_pool(_workspace_pools[key], key[0]):
+        yield
+
+
+def _allocations(device: torch.device) -> int:
+    """How many allocations a device has seen."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]["allocated"])
 
 
 def _key(stream: torch.cuda.Stream) -> tuple[int, int]:
