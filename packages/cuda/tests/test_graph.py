@@ -23,6 +23,7 @@ from graphreplay_cuda import (
     is_current_stream_capturing,
     release,
 )
+from graphreplay_cuda.capture import Capture
 from graphreplay_cuda.pools import PoolHandle
 
 gpu = pytest.mark.cuda
@@ -387,6 +388,55 @@ def test_random_numbers_are_fresh_in_each_replay_and_follow_the_seed():
     assert torch.equal(torch.rand(4, device="cuda"), first)
 
 
+def late_random_numbers():
+    """A graph that draws numbers a good while after it was launched."""
+    torch.rand(4, device="cuda")
+    made = CUDAGraph()
+    with graph(made):
+        torch.cuda._sleep(2_000_000_000)  # cycles: a second
+        y = torch.rand(4, device="cuda")
+    return made, y
+
+
+@gpu
+@pytest.mark.parametrize("how", ["ended", "raised", "failed"])
+def test_no_seed_of_a_capture_comes_late(how):
+    """torch writes it on the capture's stream, which may have much to do, to memory that all replays read."""
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    made, y = late_random_numbers()
+    captured(x, stream=side)  # what a first capture loads and allocates may wait for the device
+    torch.cuda.synchronize()
+    torch.cuda.manual_seed(7)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)
+    if how == "ended":
+        captured(x, stream=side)
+    else:
+        fault = FAULTS["raise" if how == "raised" else "read"]
+        with pytest.raises((ValueError, RuntimeError)), graph(CUDAGraph(), stream=side):
+            fault(x * 2)
+    torch.cuda.manual_seed(1)
+    made.replay()
+    drawn = y.clone()
+    torch.cuda.manual_seed(1)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+
+
+@gpu
+def test_a_capture_leaves_replays_of_the_current_stream_their_seed():
+    x = torch.ones(4, device="cuda")
+    made, y = late_random_numbers()
+    captured(x)
+    torch.cuda.synchronize()
+    torch.cuda.manual_seed(1)
+    made.replay()
+    torch.cuda.manual_seed(2)
+    captured(x)
+    drawn = y.clone()
+    torch.cuda.manual_seed(1)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+
+
 # ------------------------------------------------------------------------------------------------ pools
 
 
@@ -469,6 +519,26 @@ def test_two_captures_at_once_into_one_pool_are_refused():
     made.replay()
     assert (len(said), y[0].item()) == (1, 2.0)
     assert captured(x, pool=handle)[0].pool_id is handle
+    assert_healthy()
+
+
+@gpu
+def test_the_last_graph_of_a_pool_may_leave_as_another_one_begins(monkeypatch):
+    """torch does not count that one yet, and would drop the pool."""
+    x, handle, begin = torch.ones(64, device="cuda"), graph_pool_handle(), Capture._begin
+    old, _ = captured(x, pool=handle)
+    old.replay()
+
+    def begin_late(capture):
+        thread = threading.Thread(target=old.reset)
+        thread.start()
+        thread.join()
+        begin(capture)
+
+    monkeypatch.setattr(Capture, "_begin", begin_late)
+    made, y = captured(x, pool=handle)
+    made.replay()
+    assert (y[0].item(), handle.graphs) == (3.0, 1)
     assert_healthy()
 
 

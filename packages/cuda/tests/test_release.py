@@ -3,11 +3,12 @@
 import os
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from graphreplay_cuda import captured, driver, release
+from graphreplay_cuda import captured, driver, release, streams
 from graphreplay_cuda.pools import PoolHandle
 
 
@@ -98,3 +99,52 @@ def test_a_graph_may_go_while_another_one_of_its_pool_goes():
     thread.start()
     thread.join(30)
     assert (told, pool.graphs) == (["inner", "outer"], 0)
+
+
+def test_a_graph_that_leaves_while_another_one_enters_is_freed_after_its_capture(told):
+    """torch does not count that one from the beginning, and would drop the pool with the last one that it counts."""
+    pool, same = PoolHandle((0, 7)), PoolHandle((0, 7))
+    pool.enter()
+    pool.capture_over()
+    assert same.enter() == (0, 7)
+    thread = threading.Thread(target=pool.leave, args=(lambda: told.append("freed"),), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert (told, pool.graphs) == ([], 1)
+    same.capture_over()
+    assert (told, pool.graphs, same.graphs) == (["relaxed", "freed", "strict"], 0, 1)
+
+
+def test_a_graph_that_leaves_late_and_cannot_be_freed_is_logged(told, caplog):
+    pool = PoolHandle((0, 7))
+    pool.enter()
+    pool.capture_over()
+    pool.enter()
+    pool.leave(failing)
+    assert caplog.records == []
+    pool.capture_over()
+    assert "a graph could not be freed: AcceleratorError: CUDA error: the device is gone" in caplog.text
+    assert pool.graphs == 1
+
+
+def test_a_capture_takes_its_stream_for_itself():
+    stream, other = (SimpleNamespace(device=SimpleNamespace(index=0), cuda_stream=raw) for raw in (-7, -8))
+    assert streams.take(stream)
+    assert not streams.take(stream)
+    assert streams.take(other)
+    for one in (stream, other, other):
+        streams.let_go(one)
+    assert streams.take(stream)
+    streams.let_go(stream)
+
+
+def test_a_stream_that_is_captured_again_is_not_waited_for(told, monkeypatch):
+    capturing = [False, True]
+    done = SimpleNamespace(record=lambda stream: told.append(stream), synchronize=lambda: told.append("waited"))
+    monkeypatch.setattr(driver, "is_capturing", lambda raw: capturing.pop(0))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
+    stream = SimpleNamespace(cuda_stream=-7)
+    streams.wait_for(stream)
+    assert told == ["relaxed", stream, "waited", "strict"]
+    streams.wait_for(stream)
+    assert told[4:] == ["relaxed", "strict"]

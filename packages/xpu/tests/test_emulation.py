@@ -4,7 +4,7 @@ import pytest
 import torch
 import xpu_emulation
 from xpu_calls import X
-from xpu_emulation import Stream, XPUGraph
+from xpu_emulation import Race, Stream, XPUGraph
 
 
 def test_the_emulated_graph_refuses_what_a_real_one_does(machine):
@@ -13,16 +13,22 @@ def test_the_emulated_graph_refuses_what_a_real_one_does(machine):
         graph.capture_end()
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
-    with xpu_emulation.stream(Stream()):
+    side = Stream()
+    with xpu_emulation.stream(side):
         graph.capture_begin(pool=xpu_emulation.graph_pool_handle())
         with pytest.raises(RuntimeError, match="already in the recording state"):
             other.capture_begin()
         with xpu_emulation.stream(Stream()), pytest.raises(RuntimeError, match="same stream"):
             graph.capture_end()
+        with pytest.raises(RuntimeError, match="wait cannot be called for a queue which is recording"):
+            side.synchronize()
         y = X * 2
         graph.capture_end()
     with pytest.raises(RuntimeError, match="already owns"):
         graph.capture_begin()
+    with pytest.raises(Race, match="may meet the seed"):
+        graph.replay()
+    side.synchronize()
     y.zero_()
     graph.replay()
     assert torch.equal(y, X * 2)

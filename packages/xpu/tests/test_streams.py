@@ -12,6 +12,7 @@ from xpu_calls import X, on_streams, wrap
 from xpu_emulation import Stream, XPUGraph
 
 from graphreplay.testing import zoo
+from graphreplay_xpu import capture as capturing
 from graphreplay_xpu.capture import capture
 from graphreplay_xpu.pools import PoolMemory, PoolState
 
@@ -19,6 +20,36 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # --------------------------------------------------------------------------------- streams and turns
+
+
+def test_replays_of_any_pool_find_no_seed_to_come_from_a_capture(machine):
+    """They share the memory of the seed with all graphs of the device."""
+    first = wrap()
+    on_streams(first)
+    second = wrap()
+    second(x=X)
+    on_streams(first)
+    assert (first.captures, second.captures, first.disabled_reason) == (1, 1, None)
+    (seeding, tick) = machine.seeded[0]
+    assert machine.host[seeding] >= tick
+
+
+@pytest.mark.filterwarnings("ignore:The XPU Graph is empty")
+@pytest.mark.parametrize("fault", ["begin", "end", "finalize", "lose"])
+def test_captures_that_fail_leave_no_seed_to_come(fault, machine, kept):
+    first = wrap()
+    first(x=X)
+    machine.faults = {fault}
+    assert wrap()(x=X) is not None
+    on_streams(first)
+    assert first.disabled_reason is None
+
+
+def test_without_waiting_for_a_capture_a_replay_would_meet_its_seed(machine, monkeypatch):
+    monkeypatch.setattr(capturing, "wait_for", lambda stream: None)
+    graphed = wrap()
+    on_streams(graphed)
+    assert "that may meet the seed which a capture on (0, 2) writes" in graphed.disabled_reason
 
 
 def test_replays_on_many_streams_are_ordered(machine):

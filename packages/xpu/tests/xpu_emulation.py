@@ -3,7 +3,8 @@
 Work is done at once, by the CPU; graphs are recorded and replayed as by the core's reference backend. On top of that
 the emulation keeps the books that a device keeps: which stream has waited for which, which replays the host has waited
 for, which stream is recorded, which pool has graphs. It raises where a device would fail, and also where a device would
-just compute something wrong: replays of one pool that are not ordered, a graph freed under a replay.
+just compute something wrong: replays of one pool that are not ordered, a graph freed under a replay, a replay that may
+draw random numbers by the seed that the beginning of a capture writes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Machine:
         faults: what the next matching step does: "begin", "end" and "finalize" fail, "lose" loses a capture's work.
         lasting: those of them that come about each time.
         limit: bytes that one capture may allocate.
-        synced: how often the host waited for an event or a stream.
+        synced: how often the host waited for an event.
+        seeded: when the latest capture of each device wrote the seed that replays read: queue and tick.
         generator_captures: whether the random generator believes in a capture.
     """
 
@@ -56,6 +58,7 @@ class Machine:
         self.lasting = set()
         self.limit = 1 << 40
         self.synced = 0
+        self.seeded = {}
         self.generator_captures = False
         self.pools = {}  # graphs by handle
         self.uses = Counter()  # of each pool, as torch counts them; with the last one it drops the pool
@@ -109,6 +112,11 @@ class Stream:
 
     def wait_stream(self, stream):
         self.wait_event(stream.record_event())
+
+    def synchronize(self):
+        if self.queue.recording is not None:
+            raise RuntimeError("wait cannot be called for a queue which is recording to a command graph")
+        _merge(machine.host, self.queue.seen)
 
     def record_event(self, event=None):
         event = event or Event()
@@ -170,6 +178,7 @@ class XPUGraph:
         if stream.queue.recording is not None:
             raise RuntimeError("the queue is already in the recording state")
         machine.generator_captures = True
+        machine.seeded[stream.device.index] = (stream.key, stream.work())
         machine.graphs.add(self)
         self._stream, self._pool = stream, pool or graph_pool_handle()
         machine.routed.add(self._pool)
@@ -207,6 +216,9 @@ class XPUGraph:
         key, tick = machine.latest.get(self._pool, (stream.key, 0))
         if stream.queue.seen.get(key, 0) < tick:
             raise Race(f"a replay on {stream.key} that does not wait for the last one of its pool, on {key}")
+        seeding, tick = machine.seeded[stream.device.index]
+        if max(stream.queue.seen.get(seeding, 0), machine.host.get(seeding, 0)) < tick:
+            raise Race(f"a replay on {stream.key} that may meet the seed which a capture on {seeding} writes")
         self._replays[stream.key] = stream.work()
         machine.latest[self._pool] = (stream.key, self._replays[stream.key])
         self._work.replay()

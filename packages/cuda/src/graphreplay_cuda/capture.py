@@ -18,9 +18,11 @@ from graphreplay.capture import collector_hold
 from graphreplay_cuda import driver, features, kernels, streams
 from graphreplay_cuda.conditional import Bodies
 from graphreplay_cuda.current import set_current_capture
-from graphreplay_cuda.errors import DriverError
+from graphreplay_cuda.errors import DriverError, GraphStateError
 from graphreplay_cuda.pools import PoolHandle
 from graphreplay_cuda.release import first_line, free_deferred, mend
+
+IN_USE = "this thread, or the stream to capture, is in a capture already; end that first, or pass another stream"
 
 
 class Capture:
@@ -29,6 +31,10 @@ class Capture:
     While it lasts, the capture's stream is current, garbage collection is held off (a graph or event freed in the
     window breaks the capture), and the autocast weight cache is off (it would hand memory of this graph to others).
 
+    As it begins, torch (2.11) writes the seed of the device's random generator to memory that every replay reads and
+    writes anew on its own stream. So the capture's stream comes behind the current one, whose replays still read it,
+    and the host waits for it at the end, whatever that is: then no replay meets what was written here.
+
     Args:
         stream: where it runs; not the legacy default stream.
         pool: where memory for its tensors comes from.
@@ -36,7 +42,7 @@ class Capture:
 
     Raises:
         CaptureError: torch could not begin; everything is as before.
-        GraphStateError: another capture into the pool is under way.
+        GraphStateError: another capture on the stream or into the pool is under way.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: PoolHandle, mode: str) -> None:
@@ -54,19 +60,23 @@ class Capture:
         self._routed = False
         self._ready: set[torch.cuda.Stream] = set()
         self.bodies = Bodies(self)
+        self._number: Any = None  # torch has a type of its own for it
         free_deferred()
-        # Both before the capture, whose memory they would take, or which they would break.
-        with driver.relaxed():
-            streams.give_workspace(stream)
-            if features.available("if nodes"):
-                with suppress(DriverError):  # then the first conditional node says why
-                    kernels.set_predicate(self.device.index)
-        self._number: Any = pool.enter()  # torch has a type of its own for it
-        try:
+        if not streams.take(stream):
+            raise GraphStateError(IN_USE)
+        with ExitStack() as unless_begun:
+            unless_begun.callback(self._leave_stream)
+            # All before the capture, whose memory they would take, or which they would break.
+            with driver.relaxed():
+                streams.follow_current(stream)
+                streams.give_workspace(stream)
+                if features.available("if nodes"):
+                    with suppress(DriverError):  # then the first conditional node says why
+                        kernels.set_predicate(self.device.index)
+            self._number = pool.enter()
+            unless_begun.callback(self._leave_pool)
             self._begin()
-        except BaseException:
-            self._leave_pool()
-            raise
+            unless_begun.pop_all()
 
     def _begin(self) -> None:
         with ExitStack() as scope:
@@ -104,10 +114,13 @@ class Capture:
         self._scope.close()
         self._pool.capture_over()
         try:
+            self._leave_stream()
             self._graph.instantiate()
-        except RuntimeError as error:
+        except BaseException as error:
             self._pool.leave(self._graph.reset)
-            raise CaptureError(f"the graph could not be instantiated: {first_line(error)}") from error
+            if isinstance(error, RuntimeError):
+                raise CaptureError(f"the graph could not be instantiated: {first_line(error)}") from error
+            raise
         return self._graph
 
     def abort(self) -> list[str]:
@@ -123,7 +136,10 @@ class Capture:
         except RuntimeError:  # broken already
             return self._give_up()
         self._scope.close()
-        self._leave_pool(self._graph.reset)
+        try:
+            self._leave_stream()
+        finally:
+            self._leave_pool(self._graph.reset)
         return []
 
     def _give_up(self) -> list[str]:
@@ -131,7 +147,16 @@ class Capture:
             return mend(self._graph, self.device, self._number)
         finally:
             self._scope.close()
-            self._leave_pool()
+            try:
+                self._leave_stream()
+            finally:
+                self._leave_pool()
+
+    def _leave_stream(self) -> None:
+        try:
+            streams.wait_for(self.stream)
+        finally:
+            streams.let_go(self.stream)
 
     def _leave_pool(self, free: Callable[[], None] = lambda: None) -> None:
         self._pool.capture_over()
@@ -157,8 +182,7 @@ class Capture:
             return stream
         torch._C._cuda_endAllocateToPool(self.device.index, self._number)
         try:
-            with driver.relaxed():
-                streams.give_workspace(stream)  # with the pool out of its way
+            streams.give_workspace(stream)  # with the pool out of its way
         finally:
             torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self._number)
             torch._C._cuda_releasePool(self.device.index, self._number)  # which begin has added once more

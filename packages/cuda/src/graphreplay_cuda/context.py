@@ -17,8 +17,8 @@ _BLOCK_END = "the end of a graph() block"
 class graph:  # a function in all but name; frames of a generator would keep an error, and its tensors, alive
     """Captures a block into ``cuda_graph``: ``with graph(g): …``.
 
-    Arguments and errors are those of ``capture_begin`` and ``capture_end``. If the block raises, the capture is given
-    up, all is as before, and the error goes on.
+    Arguments, errors, and what to know of streams and random numbers are those of ``capture_begin`` and
+    ``capture_end``. If the block raises, the capture is given up, all is as before, and the error goes on.
     """
 
     def __init__(

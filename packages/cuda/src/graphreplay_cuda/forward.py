@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphreplay import BackendUnavailableError, GraphedForward
+from graphreplay_cuda import streams
 from graphreplay_cuda.arguments import why_no_cuda
 from graphreplay_cuda.captured import CapturedForward, PoolState, capture
 
@@ -38,6 +39,7 @@ class CUDAGraphedForward(GraphedForward):
     def _warmup_stream(self) -> Iterator[None]:
         side, current = self._pool_state.capture_stream, torch.cuda.current_stream(self.device)
         side.wait_stream(current)
+        streams.give_workspace(side)  # here, or the warm-up would have them allocated anywhere
         try:
             with torch.cuda.stream(side):
                 yield

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphreplay import ConfigurationError, GraphReplayWarning, NotCopyableError
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.arguments import check_mode, check_pool, check_stream, require_device
-from graphreplay_cuda.capture import Capture
+from graphreplay_cuda.capture import IN_USE, Capture
 from graphreplay_cuda.copynode import CopyNode, Launches
 from graphreplay_cuda.current import is_capturing_here
 from graphreplay_cuda.errors import GraphStateError
@@ -73,7 +73,12 @@ class CUDAGraph(ConditionalNodes):
             stream: a side stream, or None for one that is kept for this on the current device. Graphs captured on one
                 stream share the workspace that cuBLAS has for it: replay two at the same time only if each was captured
                 on a stream of its own. Run the work once before, eagerly: libraries initialize themselves at first use,
-                which a capture forbids.
+                which a capture forbids; but on another stream than you pass here, since a workspace that this one got
+                outside of captures is lost to its graphs where PyTorch frees it (``_cuda_clearCublasWorkspaces``).
+
+        The capture comes behind the work of the current stream, and at its end the host waits for that. Wait yourself
+        for replays in flight on further streams if they draw random numbers: as a capture begins, PyTorch (2.11) writes
+        the seed that all graphs of the device read.
 
         Raises:
             ConfigurationError: a bad mode, pool or stream (a ValueError); the legacy default stream cannot be captured.
@@ -90,9 +95,7 @@ class CUDAGraph(ConditionalNodes):
             raise GraphStateError(f"capture_begin on a graph that {self._state()}; call reset() first, or take another")
         stream = stream or streams.dedicated_stream(torch.cuda.current_device())
         if is_capturing_here() or driver.is_capturing(stream.cuda_stream):
-            raise GraphStateError(
-                "this thread, or the stream to capture, is in a capture already; end that first, or pass another stream"
-            )
+            raise GraphStateError(IN_USE)
         handle = given or PoolHandle(torch.cuda.graph_pool_handle())
         self._capture = Capture(stream, handle, capture_error_mode)
         self._pool, self._launches, self._process = handle, Launches(stream.device), os.getpid()
@@ -125,8 +128,8 @@ class CUDAGraph(ConditionalNodes):
     def reset(self) -> None:
         """Frees the executable graph and leaves its pool; a capture under way is given up. The graph is then as new.
 
-        Waits for replays in flight. Inside someone else's capture the graph is freed after it. May be called at any
-        time and again.
+        Waits for replays in flight. Inside someone else's capture, or during one into its pool, the graph is freed
+        after that. May be called at any time and again.
         """
         for trouble in self._give_up("reset"):
             warnings.warn(trouble, GraphReplayWarning, stacklevel=2)

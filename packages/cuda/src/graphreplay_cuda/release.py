@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -45,6 +45,12 @@ def release(
         _deferred.append((is_blocked, free))
     else:
         _free(free)
+
+
+def free_late(frees: Sequence[Callable[[], None]]) -> None:
+    """Frees graphs by these calls, which something that is over has held up, and what else could not be freed."""
+    _deferred.extend((lambda: False, free) for free in frees)
+    free_deferred()
 
 
 def free_deferred() -> None:

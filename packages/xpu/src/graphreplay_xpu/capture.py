@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from graphreplay import CaptureError
 from graphreplay.opmode import OpMode, tensor_args, written_args
 from graphreplay_xpu.captured import CapturedForward, kept_graphs
-from graphreplay_xpu.pools import PoolState, one_at_a_time
+from graphreplay_xpu.pools import PoolState, one_at_a_time, wait_for
 
 _EMPTY = "The XPU Graph is empty"
 """How torch's warning of a graph without work begins."""
@@ -34,9 +34,12 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
         Exception: the forward's own error, or CaptureError where it did what a capture forbids, or where its work has
             not reached the graph. The current stream and the random generator are as before.
     """
-    captured, memory = torch.xpu.XPUGraph(), pool.memory
+    captured, memory, stream = torch.xpu.XPUGraph(), pool.memory, pool.capture_stream
     with ExitStack() as unless_kept:
-        with one_at_a_time, torch.xpu.stream(pool.capture_stream):
+        with one_at_a_time, ExitStack() as at_end, torch.xpu.stream(stream):
+            # As it begins, torch writes the seed of the random generator to memory that every replay reads, and writes
+            # anew on its own stream; which it must not find overwritten from here.
+            at_end.callback(wait_for, stream)
             with memory.enter() as handle:
                 unless_kept.callback(memory.leave, captured.reset)
                 _begin(captured, pool, handle)
@@ -120,6 +123,7 @@ def _mend(captured: torch.xpu.XPUGraph, pool: PoolState, handle: Any) -> str | N
             trivial.capture_begin(pool=own)
             trivial.capture_end()  # which sets the generator right
             trivial.reset()
+        wait_for(pool.capture_stream)
     except BaseException as error:
         _abandon(trivial, pool, own)
         if not isinstance(error, RuntimeError):

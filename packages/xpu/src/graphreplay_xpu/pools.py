@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -112,6 +112,14 @@ class PoolState:
         """Whether the stream of the latest work is being captured, and is not the current one: then nothing can wait
         for it."""
         return torch.xpu.current_stream() != self.last_stream and is_capturing(self.last_stream)
+
+
+def wait_for(stream: torch.xpu.Stream) -> None:
+    """Has the host wait for what a stream holds, unless that is being captured: by a capture that could not be ended.
+    An error of that work comes up again at whatever uses the device next."""
+    if not is_capturing(stream):
+        with suppress(RuntimeError):
+            stream.synchronize()
 
 
 def is_capturing(stream: torch.xpu.Stream) -> bool:
