@@ -91,9 +91,9 @@ class GraphedForward(GraphStore):
             bit on a CPU, up to the rounding of the dtype elsewhere (``graphreplay.verify.ROUNDING``), with the same
             random numbers, and with all that the forward writes. If something differs, the call returns what eager
             gave, and the wrapper is disabled with a reason that says what. Not for groups of several ranks.
-        check_module: look at each replay whether weights, buffers, submodules, hooks and modes are those of the capture.
-            False: that is for the caller to know, who calls ``reset()`` after moving, replacing or switching anything;
-            weights that are updated in place never need it.
+        check_module: look at each replay whether weights, buffers, submodules, hooks and modes are those of the
+            capture. False: the caller knows, and calls ``reset()`` after moving, replacing or switching any of them;
+            updating weights in place needs neither.
         clone_outputs: hand outputs out in tensors that the caller owns. False: in the graph's own, which the next call
             of any wrapper on the pool overwrites, and which must not be changed.
         nvtx: mark captures and replays as ranges for a profiler.

@@ -46,7 +46,9 @@ _version = torch._C._dynamo.guards.dict_version
 class _Seen:
     """What modules were like when they were looked at closely, in a form that is soon compared."""
 
-    def __init__(self, tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]], modules: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]], modules: Sequence[nn.Module]
+    ) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self.look_alike = looks_of(self.tensors)
         self.versions = list(map(_version, dicts))

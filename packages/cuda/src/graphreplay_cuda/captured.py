@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphreplay_cuda import driver, streams
+from graphreplay.entry import Launch
+from graphreplay.storage import CopyPlan
+from graphreplay_cuda import driver, kernels, streams
 from graphreplay_cuda.context import graph
 from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.pools import PoolHandle
@@ -46,13 +48,23 @@ class PoolState:
 class CapturedForward:
     """The graph of one forward."""
 
-    def __init__(self, captured: CUDAGraph, nbytes: int) -> None:
+    def __init__(self, captured: CUDAGraph, noted: Tensor, nbytes: int) -> None:
         self.nbytes = nbytes
         self.reset = captured.reset
         self._graph = captured
+        self._noted = noted
 
-    def staging(self, inputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor], Sequence[int]], None]:
-        return self._graph.staging(inputs).launch
+    def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
+        by_graph, late = outputs[: len(self._noted)], outputs[len(self._noted) :]
+        self._graph.hand_out(by_graph, self._noted)
+        run, handing_out = self._graph.staging(inputs).run, CopyPlan(late)
+
+        def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+            run(inputs, addresses, list(map(Tensor.data_ptr, outputs[: len(by_graph)])))
+            if late:
+                handing_out.copy(outputs[len(by_graph) :], late)
+
+        return launch
 
 
 def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForward, Any]:
@@ -70,8 +82,10 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
     captured = CUDAGraph()
     with graph(captured, pool.handle, pool.capture_stream, "thread_local"):
         before = torch.cuda.memory_reserved(pool.device)
+        # Before the forward, so that none of its tensors comes to lie here.
+        noted = torch.empty(kernels.OUTPUT_CAPACITIES[-1], dtype=torch.int64, device=pool.device)
         outputs = forward()
         grown = torch.cuda.memory_reserved(pool.device) - before
     # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds. Other threads'
     # growth is in it too: torch tells what a pool holds only by a snapshot, which walks and copies all of its blocks.
-    return CapturedForward(captured, max(0, grown)), outputs
+    return CapturedForward(captured, noted, max(0, grown)), outputs

@@ -1,4 +1,5 @@
-"""A kernel at the root of a graph that copies its inputs, with a table of addresses that is set before each launch."""
+"""Kernels at the two ends of a graph that copy its inputs and its outputs, with a table of addresses that is set before
+each launch."""
 
 from __future__ import annotations
 
@@ -26,22 +27,63 @@ _MAX_BLOCKS = 128
 """Blocks for one tensor; larger ones are walked through. With 128 rows that is several waves on any GPU."""
 
 
-class Table:
-    """The argument of a stage kernel, and the launch that goes with it: which bytes go where."""
+class HandOut:
+    """The last kernel of a graph, which copies outputs to wherever the stage kernel has noted in each launch.
 
-    def __init__(self, index: int, targets: Sequence[Tensor]) -> None:
-        capacity = next(capacity for capacity in kernels.CAPACITIES if len(targets) <= capacity)
-        words: Any = (ctypes.c_uint64 * (3 * capacity))()
+    Args:
+        index: of the device.
+        outputs: at most OUTPUT_CAPACITIES[-1] tensors, each dense, which the graph writes.
+        noted: as many int64 on the device, which nothing else in the graph writes.
+    """
+
+    def __init__(self, index: int, outputs: Sequence[Tensor], noted: Tensor) -> None:
+        self.count = len(outputs)
+        self.capacity = _capacity(kernels.OUTPUT_CAPACITIES, self.count)
+        self.noted = noted
+        words: Any = (ctypes.c_uint64 * (2 * self.capacity + 1))()
+        sizes = [extent(tensor) for tensor in outputs]
+        for row, (tensor, size) in enumerate(zip(outputs, sizes, strict=True)):
+            words[row], words[self.capacity + row] = tensor.data_ptr(), size
+        words[2 * self.capacity] = noted.data_ptr()
+        self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        self._words = words
+        kernel = kernels.hand_out(index, self.capacity)
+        self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), _grid(sizes), kernels.THREADS)
+
+
+class Table:
+    """The argument of a stage kernel, and the launch that goes with it: which bytes go where.
+
+    Args:
+        index: of the device.
+        targets: what the kernel writes.
+        hand_out: the graph's last kernel, or None.
+    """
+
+    def __init__(self, index: int, targets: Sequence[Tensor], hand_out: HandOut | None) -> None:
+        capacity = _capacity(kernels.CAPACITIES, len(targets))
+        outputs, count = (0, 0) if hand_out is None else (hand_out.capacity, hand_out.count)
+        words: Any = (ctypes.c_uint64 * (3 * capacity + outputs + 1))()
         sizes = [extent(tensor) for tensor in targets]
         for row, (tensor, size) in enumerate(zip(targets, sizes, strict=True)):
-            words[row], words[2 * capacity + row] = tensor.data_ptr(), size
+            words[row], words[capacity + row] = tensor.data_ptr(), size
+        if hand_out is not None:
+            words[3 * capacity + outputs] = hand_out.noted.data_ptr()
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
-        blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
-        grid = (blocks, max(1, len(sizes)))
-        kernel = kernels.stage(index, capacity)
-        self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), grid, kernels.THREADS)
-        self.pack_sources = partial(Struct(f"{len(sizes)}Q").pack_into, words, 8 * capacity)
-        """``pack_sources(*addresses)`` sets where the bytes come from."""
+        kernel = kernels.stage(index, capacity, outputs)
+        self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), _grid(sizes), kernels.THREADS)
+        addresses = Struct(f"{len(sizes)}Q{8 * (capacity - len(sizes))}x{count}Q")
+        self.pack = partial(addresses.pack_into, words, 16 * capacity)
+        """``pack(*sources, *outputs)`` sets where bytes come from, and where outputs go; 0 for one goes nowhere."""
+
+
+def _capacity(capacities: Sequence[int], count: int) -> int:
+    return next(capacity for capacity in capacities if count <= capacity)
+
+
+def _grid(sizes: Sequence[int]) -> tuple[int, int]:
+    blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
+    return blocks, max(1, len(sizes))
 
 
 class Launches:
@@ -93,13 +135,15 @@ _copy_nodes: weakref.WeakSet[CopyNode] = weakref.WeakSet()
 
 
 class CopyNode:
-    """The stage kernel at the root of one graph. Adding it instantiates the graph again.
+    """The stage kernel at the root of one graph, and the one at its end if that hands outputs out. Adding them
+    instantiates the graph again.
 
     Raises:
         CaptureError: the driver refuses.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches, hand_out: HandOut | None) -> None:
+        self.hand_out = hand_out
         self.launches = launches
         self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
         self.loaded = False
@@ -107,10 +151,12 @@ class CopyNode:
         self._closed = ""
         try:
             with torch.cuda.device(launches.device), driver.relaxed():
-                self._nothing = Table(launches.device.index, ())
+                self._nothing = Table(launches.device.index, (), hand_out)
                 launches.wait()  # instantiating anew destroys what is in flight
                 driver.ensure_context()
                 self.node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
+                if hand_out is not None:
+                    driver.put_behind(graph.raw_cuda_graph(), hand_out.params)
                 graph.instantiate()
         except (DriverError, RuntimeError) as error:
             raise CaptureError(f"inputs cannot be staged by this graph: {error}") from error
@@ -119,7 +165,7 @@ class CopyNode:
         _copy_nodes.add(self)
 
     def clear(self) -> None:
-        """Has the next launch copy nothing."""
+        """Has the next launch copy nothing, neither in nor out."""
         if self.loaded:
             driver.ensure_context()
             driver.call("cuGraphExecKernelNodeSetParams", self.executable, self.node, self._nothing.params)

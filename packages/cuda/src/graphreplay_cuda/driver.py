@@ -238,6 +238,12 @@ def put_in_front(graph: int, kernel: Any) -> Any:
     return node
 
 
+def put_behind(graph: int, kernel: Any) -> None:
+    """Adds a kernel node that depends on everything else in a graph."""
+    last = [node for node in nodes(graph) if not call("cuGraphNodeGetDependentNodes", node, 0)[-1]]
+    add_kernel(CaptureInfo.behind(graph, last), kernel)
+
+
 def load_kernel(ptx: bytes, name: str) -> Any:
     """Compiles a kernel for the current device and loads it now: loading it inside a capture would break that."""
     library = call("cuLibraryLoadData", ptx, [], [], 0, [], [], 0)

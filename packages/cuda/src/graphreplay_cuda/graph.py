@@ -16,7 +16,7 @@ from graphreplay import ConfigurationError, GraphReplayWarning, NotCopyableError
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.arguments import check_mode, check_pool, check_stream, require_device
 from graphreplay_cuda.capture import IN_USE, Capture
-from graphreplay_cuda.copynode import CopyNode, Launches
+from graphreplay_cuda.copynode import CopyNode, HandOut, Launches
 from graphreplay_cuda.current import is_capturing_here
 from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.nodes import ConditionalNodes
@@ -51,6 +51,7 @@ class CUDAGraph(ConditionalNodes):
         self._launches = Launches(torch.device("cuda"))
         self._copy_node: CopyNode | None = None
         self._staging: Staging | None = None
+        self._hand_out: HandOut | None = None
         self._process = 0
         self._verbose = False
 
@@ -140,7 +141,7 @@ class CUDAGraph(ConditionalNodes):
             if self._copy_node is not None:
                 self._copy_node.close("on a graph that was reset; take staging() of a captured graph")
             pool, launches, keep_alive = self._pool, self._launches, self._keep_alive
-            self._keep_alive, self._copy_node, self._staging = [], None, None
+            self._keep_alive, self._copy_node, self._staging, self._hand_out = [], None, None, None
         assert pool is not None
 
         def free() -> None:
@@ -224,9 +225,16 @@ class CUDAGraph(ConditionalNodes):
         with self._launches.lock:
             if self._staging is None or not self._staging.serves(static_inputs):
                 self._launches.refuse_capture("staging")  # it loads a kernel, and instantiates
-                self._copy_node = self._copy_node or CopyNode(graph, self._launches)
+                self._copy_node = self._copy_node or CopyNode(graph, self._launches, self._hand_out)
                 self._staging = Staging(self._copy_node, static_inputs)
             return self._staging
+
+    def hand_out(self, outputs: Sequence[Tensor], noted: Tensor) -> None:
+        """Has each ``staging().run()`` copy these static outputs to addresses that it is given. Comes before the first
+        ``staging()``; see HandOut for the arguments."""
+        with driver.relaxed():
+            self._hand_out = HandOut(self._launches.device.index, outputs, noted) if outputs else None
+        self._keep_alive.append(noted)
 
     # ------------------------------------------------------------------------------------------- state
 

@@ -1,4 +1,4 @@
-"""The two kernels of this package, as PTX that the driver compiles for the device at hand: no compiler is needed."""
+"""The kernels of this package, as PTX that the driver compiles for the device at hand: no compiler is needed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ CAPACITIES = (4, 16, 64, 128)
 """How many tensors the stage kernels copy in one launch, one kernel for each: the driver takes longer for a larger
 table. The largest has 3 KiB of the 4 KiB that kernel parameters may have on every device."""
 
+OUTPUT_CAPACITIES = (0, 4, 16, 64)
+"""How many tensors a graph hands out by itself; their addresses have room beside the largest table of inputs."""
+
 THREADS = 256
-"""Threads in a block of the stage kernel."""
+"""Threads in a block of the kernels that copy."""
 
 # set_predicate(handle, predicate): the conditional node of the handle runs if the byte at predicate is not 0.
 # cudaGraphSetConditional is a builtin of the device runtime that the driver links by itself.
@@ -79,46 +82,34 @@ REST_{size}:
 NOT_{size}:
 """
 
-
-def _stage_ptx(capacity: int) -> bytes:
-    copies = "".join(
-        _COPY_UNITS.format(size=size, size_minus_1=size - 1, log2=size.bit_length() - 1, type=kind, register=register)
-        for size, (kind, register) in _UNITS.items()
-    )
-    return f"""
-.version 8.0
-.target sm_70
-.address_size 64
-
-// stage(table): block row y copies nbytes[y] bytes from src[y] to dst[y]. The table is
-// {{ u64 dst[{capacity}], src[{capacity}], nbytes[{capacity}] }} and travels by value with each launch.
-.visible .entry stage(.param .align 8 .b8 table[{24 * capacity}])
-{{
+_REGISTERS = """
     .reg .pred %p;
     .reg .b16 %h;
     .reg .b32 %row, %block, %size_of_block, %lane, %blocks, %w0, %w1, %w2, %w3;
     .reg .b64 %t, %dst, %src, %size, %both, %thread, %threads, %units, %k, %a, %b, %x;
 
     mov.u32 %row, %ctaid.y;
-    mul.wide.u32 %t, %row, 8;
-    mov.b64 %a, table;
-    add.s64 %a, %a, %t;
-    ld.param.u64 %dst, [%a];
-    ld.param.u64 %src, [%a+{8 * capacity}];
-    ld.param.u64 %size, [%a+{16 * capacity}];
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %lane, %tid.x;
+"""
+
+_COPY_ROW = (
+    """
     cvta.to.global.u64 %dst, %dst;
     cvta.to.global.u64 %src, %src;
     or.b64 %both, %dst, %src;
-
-    mov.u32 %block, %ctaid.x;
     mov.u32 %size_of_block, %ntid.x;
-    mov.u32 %lane, %tid.x;
     mov.u32 %blocks, %nctaid.x;
     mul.wide.u32 %thread, %block, %size_of_block;
     cvt.u64.u32 %t, %lane;
     add.u64 %thread, %thread, %t;
     mul.wide.u32 %threads, %blocks, %size_of_block;
-{copies}
+"""
+    + "".join(
+        _COPY_UNITS.format(size=size, size_minus_1=size - 1, log2=size.bit_length() - 1, type=kind, register=register)
+        for size, (kind, register) in _UNITS.items()
+    )
+    + """
     mov.u64 %k, 0;
 BYTES: // from byte k on
     add.u64 %k, %k, %thread;
@@ -133,6 +124,75 @@ LOOP_BYTES:
     bra LOOP_BYTES;
 DONE:
     ret;
+"""
+)
+"""Block row y copies %size bytes from %src to %dst, as wide as both addresses allow."""
+
+
+def _stage_ptx(capacity: int, outputs: int) -> bytes:
+    note = f"""
+    // the first block notes where the graph's last kernel finds the addresses of the outputs
+    or.b32 %w0, %block, %row;
+    setp.ne.u32 %p, %w0, 0;
+    @%p bra COPY;
+    setp.ge.u32 %p, %lane, {outputs};
+    @%p bra COPY;
+    mul.wide.u32 %t, %lane, 8;
+    mov.b64 %a, table;
+    add.s64 %a, %a, %t;
+    ld.param.u64 %x, [%a+{24 * capacity}];
+    ld.param.u64 %b, [table+{24 * capacity + 8 * outputs}];
+    cvta.to.global.u64 %b, %b;
+    add.s64 %b, %b, %t;
+    st.global.u64 [%b], %x;
+COPY:
+"""
+    return f"""
+.version 8.0
+.target sm_70
+.address_size 64
+
+// stage(table): block row y copies nbytes[y] bytes from src[y] to dst[y]. The table is
+// {{ u64 dst[{capacity}], nbytes[{capacity}], src[{capacity}], outputs[{outputs}], noted }} and travels by value with each
+// launch. Where there are outputs, their addresses are written to memory at noted.
+.visible .entry stage(.param .align 8 .b8 table[{8 * (3 * capacity + outputs + 1)}])
+{{
+{_REGISTERS}
+{note if outputs else ""}
+    mul.wide.u32 %t, %row, 8;
+    mov.b64 %a, table;
+    add.s64 %a, %a, %t;
+    ld.param.u64 %dst, [%a];
+    ld.param.u64 %size, [%a+{8 * capacity}];
+    ld.param.u64 %src, [%a+{16 * capacity}];
+{_COPY_ROW}
+}}
+\0""".encode()
+
+
+def _hand_out_ptx(capacity: int) -> bytes:
+    return f"""
+.version 8.0
+.target sm_70
+.address_size 64
+
+// hand_out(table): block row y copies nbytes[y] bytes from src[y] to where the stage kernel noted, if it noted any
+// place. The table is {{ u64 src[{capacity}], nbytes[{capacity}], noted }}.
+.visible .entry hand_out(.param .align 8 .b8 table[{8 * (2 * capacity + 1)}])
+{{
+{_REGISTERS}
+    mul.wide.u32 %t, %row, 8;
+    ld.param.u64 %b, [table+{16 * capacity}];
+    cvta.to.global.u64 %b, %b;
+    add.s64 %b, %b, %t;
+    ld.global.u64 %dst, [%b];
+    setp.eq.u64 %p, %dst, 0;
+    @%p bra DONE;
+    mov.b64 %a, table;
+    add.s64 %a, %a, %t;
+    ld.param.u64 %src, [%a];
+    ld.param.u64 %size, [%a+{8 * capacity}];
+{_COPY_ROW}
 }}
 \0""".encode()
 
@@ -151,8 +211,18 @@ def set_predicate(index: int) -> Any:
 
 
 @cache
-def stage(index: int, capacity: int) -> Any:
-    """The kernel that copies so many tensors at most, one of CAPACITIES, loaded for the device with this index."""
+def stage(index: int, capacity: int, outputs: int) -> Any:
+    """The kernel that copies so many tensors at most, one of CAPACITIES, and notes the addresses of so many outputs, one
+    of OUTPUT_CAPACITIES, loaded for the device with this index."""
     with torch.cuda.device(index):
         driver.ensure_context()
-        return driver.load_kernel(_stage_ptx(capacity), "stage")
+        return driver.load_kernel(_stage_ptx(capacity, outputs), "stage")
+
+
+@cache
+def hand_out(index: int, capacity: int) -> Any:
+    """The kernel that copies so many outputs at most to where the stage kernel noted, loaded for the device with this
+    index."""
+    with torch.cuda.device(index):
+        driver.ensure_context()
+        return driver.load_kernel(_hand_out_ptx(capacity), "hand_out")

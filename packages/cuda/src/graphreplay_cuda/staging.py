@@ -70,7 +70,8 @@ class Staging:
         self._by_node = _apart(self._static)[: kernels.CAPACITIES[-1]]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
         with driver.relaxed():
-            self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node])
+            self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node], node.hand_out)
+        self._nowhere = (0,) * (0 if node.hand_out is None else node.hand_out.count)
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
@@ -95,6 +96,11 @@ class Staging:
         """As ``stage_and_launch``, but trusts the caller that no capture is under way, and that there is one input for
         each buffer: a tensor of the same dtype, device, shape and strides, not lazily conjugated or negated, that
         shares no memory with any buffer. Anything else may copy foreign memory."""
+        self.run(inputs, list(map(Tensor.data_ptr, inputs)), self._nowhere)
+
+    def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[int]) -> None:
+        """As ``launch``, for inputs whose bytes begin at these addresses; copies what the graph hands out to
+        ``outputs``, addresses of as much memory each, 0 for what goes nowhere."""
         if not driver.thread.has_context:
             driver.ensure_context()
         node, table = self._node, self._table
@@ -104,8 +110,8 @@ class Staging:
             if self._rest:
                 for position in self._rest:
                     self._static[position].copy_(inputs[position])
-                inputs = [inputs[p] for p in self._by_node]
-            table.pack_sources(*map(Tensor.data_ptr, inputs))
+                addresses = [addresses[p] for p in self._by_node]
+            table.pack(*addresses, *outputs)
             (status,) = node.set_params(node.executable, node.node, table.params)
             if status:
                 raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
