@@ -22,6 +22,7 @@ SOURCES = {
     "Faults at any step": TESTING / "contract_faults.py",
     "What hides from a capture": TESTING / "contract_hidden.py",
     "Replay": TESTING / "contract_replay.py",
+    "Random numbers": TESTING / "contract_random.py",
     "Module state": TESTING / "contract_state.py",
     "Life of a wrapper": TESTING / "contract_life.py",
     "Arguments, bounds, pools": TESTING / "contract_surface.py",

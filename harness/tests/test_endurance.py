@@ -1,6 +1,7 @@
 """The endurance run, small, on the CPU: what it counts, and that it would notice."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -32,6 +33,18 @@ def test_weights_that_move_unnoticed_are_found(capsys, monkeypatch):
     assert status == 1
     assert report["wrong"] > 0
     assert report["largest_difference"] > 0
+
+
+def test_a_thread_keeps_its_stream_for_the_whole_run(capsys, monkeypatch):
+    threads, take = [], endurance.Endurance.take_stream
+
+    def taken(run):
+        threads.append(threading.get_ident())
+        take(run)
+
+    monkeypatch.setattr(endurance.Endurance, "take_stream", taken)
+    assert run(capsys)[0] == 0
+    assert 0 < len(threads) == len(set(threads)) <= 3
 
 
 @pytest.mark.parametrize("change", endurance.CHANGES)

@@ -15,6 +15,7 @@ import copy
 import json
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,11 +83,18 @@ class Endurance:
         self.wrong = 0
         self.largest = 0.0
         self._draw = random.Random(0)
+        self._thread = threading.local()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def take_stream(self) -> None:
+        """Gives the calling thread a stream for the whole run: torch keeps a workspace of cuBLAS (32 MB on Hopper) for
+        each stream that a thread computes on, which would look as if graphs took ever more memory."""
+        self._thread.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def calls(self, seed: int, count: int) -> tuple[int, float]:
-        """``count`` calls of one thread: how many were wrong, and the largest difference."""
-        draw = random.Random(seed)
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        """``count`` calls of one thread, which has its stream: how many were wrong, and the largest difference."""
+        draw, stream = random.Random(seed), self._thread.stream
         wrong, largest, length = 0, 0.0, self._length(draw)
         with torch.inference_mode(), torch.cuda.stream(stream) if stream else nullcontext():
             for _ in range(count):
@@ -119,7 +127,8 @@ class Endurance:
         return what
 
     def reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+        """The most memory that the run has had so far; what it has just now may be little, after a reset."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
 
 
 def _part(got: Tensor, wanted: Tensor) -> float:
@@ -132,8 +141,8 @@ def endure(device: torch.device, calls: int, shapes: int, entries: int, threads:
     """Runs it; see the module."""
     progress = Progress()
     run = Endurance(device, shapes, entries)
-    made, base, grown, changes = 0, 0, 0, 0
-    with ThreadPoolExecutor(threads) as pool:
+    made, base, changes = 0, None, 0
+    with ThreadPoolExecutor(threads, initializer=run.take_stream) as pool:
         while made < calls:
             counts = [min(ROUND, calls - made) // threads or 1] * threads
             results = pool.map(run.calls, range(made, made + threads), counts)
@@ -141,12 +150,11 @@ def endure(device: torch.device, calls: int, shapes: int, entries: int, threads:
                 run.wrong, run.largest = run.wrong + wrong, max(run.largest, largest)
             made += sum(counts)
             changes += run.change() != "nothing"
-            if base:
-                grown = max(grown, run.reserved() - base)
-            elif made >= FLAT_AFTER:
+            if base is None and made >= FLAT_AFTER:
                 base = run.reserved()
             if made // 2500 != (made - sum(counts)) // 2500:
                 progress(f"{made} calls, {run.wrong} wrong, {run.graphed.num_graphs} graphs")
+    grown = 0 if base is None else run.reserved() - base
     stats = run.graphed.stats()
     run.graphed.close()
     return {

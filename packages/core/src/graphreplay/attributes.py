@@ -57,6 +57,11 @@ class AttributeSnapshot:
                 return path
         return None
 
+    def values(self) -> Iterator[Any]:
+        """Every value in them, as it was."""
+        for _, _, was in self._kept:
+            yield from was.values() if isinstance(was, dict) else was
+
     def restore(self) -> None:
         """Puts everything back as it was."""
         for _, container, was in self._kept:

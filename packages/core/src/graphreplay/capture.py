@@ -166,7 +166,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     failure = ranks.agree(failure)
     if failure is not None:
         raise failure
-    observer, host_random = _observer(store, kwargs, before), HostRandom(store.device)
+    observer, host_random = _observer(store, kwargs, watch, before), HostRandom(store.device)
     compiler_was_loaded = compiler_is_loaded()
     try:
         with ExitStack() as quiet:
@@ -190,10 +190,14 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
         before.restore()
 
 
-def _observer(store: GraphStore, kwargs: Any, snapshot: Snapshot) -> Observer:
-    static = storage_ids(tensors(kwargs))
+def _observer(store: GraphStore, kwargs: Any, watch: ModuleWatch, snapshot: Snapshot) -> Observer:
     return Observer(
-        store.device, static, snapshot, ranks=store.peers.ranks, why_no_collectives=store.why_no_collectives
+        store.device,
+        storage_ids(tensors(kwargs)),
+        snapshot,
+        generators=watch.generators(),
+        ranks=store.peers.ranks,
+        why_no_collectives=store.why_no_collectives,
     )
 
 
@@ -217,7 +221,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
-    observer = _observer(store, static, before)
+    observer = _observer(store, static, watch, before)
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
@@ -245,11 +249,18 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
                 with _Phase(first), store._sync_probe(), ranks.forward(first), observer.watching():
                     forward()
                 for iteration in range(1, store.warmup_iters):
-                    with _Phase(f"warm-up {iteration + 1}"), ranks.forward(f"warm-up {iteration + 1}"):
+                    again = f"warm-up {iteration + 1}"
+                    with _Phase(again), ranks.forward(again), observer.not_watching():
                         forward()
             ranks.warmed_up()
             with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
-                graph, outputs = store._capture_graph(forward)
+                watching = observer.watching_capture()
+
+                def captured() -> Any:
+                    with watching:
+                        return forward()
+
+                graph, outputs = store._capture_graph(captured)
     except Exception as error:
         if not ranks.alone:
             with ExitStack() as kept:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,11 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
 from graphreplay.errors import CaptureError, StateLostError
-from graphreplay.hostsync import host_sync_allowed
+from graphreplay.generators import DefaultGenerators, OwnGenerators, generator_id, generators_among, may_draw
 from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
-
-_SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is noticed
 
 
 class Snapshot:
@@ -52,8 +50,12 @@ class Snapshot:
 
     def add_generator(self, generator: torch.Generator) -> None:
         """Saves the state of a generator, unless it is saved already."""
-        if id(generator) not in self._generators:
-            self._generators[id(generator)] = (generator, generator.get_state())
+        if generator_id(generator) not in self._generators:
+            self.set_generator(generator, generator.get_state())
+
+    def set_generator(self, generator: torch.Generator, state: Tensor) -> None:
+        """Saves this state for a generator, whatever is saved already."""
+        self._generators[generator_id(generator)] = (generator, state)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All of each storage as it is now, and as it was, as numbers of the dtype of the tensor in it."""
@@ -111,6 +113,8 @@ class Recorder(OpMode):
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before_op(op, args, kwargs)
+        for generator in generators_among(args, kwargs):
+            self._snapshot.add_generator(generator)
         result = op(*args, **kwargs)
         self._after_op(result)
         return result
@@ -128,8 +132,6 @@ class Recorder(OpMode):
                 self.written.add(storage)
                 if storage not in self._static:
                     self._snapshot.add(tensor)
-        for generator in _generators(args, kwargs):
-            self._snapshot.add_generator(generator)
 
     def _after_op(self, result: Any) -> None:
         for tensor in _with_storage(tensor_args((result,), {})):
@@ -149,6 +151,7 @@ class Observer(Recorder):
     Args:
         device: where the forward computes.
         static, snapshot: see Recorder.
+        generators: those that the forward is known to hold, where the run before left them.
         ranks: those that run the forward's collectives together with this one; None: it may have none.
         why_no_collectives: why it may have none at all.
 
@@ -163,52 +166,56 @@ class Observer(Recorder):
         static: Iterable[int],
         snapshot: Snapshot,
         *,
+        generators: Iterable[torch.Generator] = (),
         ranks: list[int] | None = None,
         why_no_collectives: str | None = None,
     ) -> None:
         super().__init__(static, snapshot)
         self._ranks = ranks
         self._why_no_collectives = why_no_collectives
-        self._device = device
         self._leaves_more = False
-        self._seeds = False
-        self._generators = default_generators(device)
+        self._default_generators = DefaultGenerators(device)
+        self._own_generators = OwnGenerators(device, generators, snapshot.set_generator)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Surrounds the forward."""
-        generators = self._generators
-        for generator in generators:
-            generator.manual_seed(_SEED)  # the capture puts all of them back
-        # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
-        before = [generator.get_state() for generator in generators]
+        self._default_generators.begin()
         with uncompiled(), self:
             yield
-        if self._seeds or _seeded(generators):
-            raise CaptureError(
-                "the forward seeds a random generator, which a replay would not do; seed it before the call"
-            )
-        with host_sync_allowed():  # this comparison is no part of the forward
-            same = [
-                torch.equal(state, generator.get_state()) for state, generator in zip(before, generators, strict=True)
-            ]
-        if not all(same):
+        self._own_generators.end()
+        # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
+        if self._default_generators.end():
             self._leaves_more = True
+
+    def not_watching(self) -> AbstractContextManager[None]:
+        """Surrounds another run of the forward."""
+        return self._own_generators.unwatched_run()
+
+    def watching_capture(self) -> AbstractContextManager[None]:
+        """Surrounds the run of the forward that a graph is made of. Asked for before the capture begins."""
+        return self._own_generators.second_run()
 
     @property
     def repeatable(self) -> bool:
         return not self._leaves_more and self.written <= self._static
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        generators = generators_among(args, kwargs)
+        self._own_generators.look(generators)
         self._before_op(op, args, kwargs)
         if op.namespace in COLLECTIVES:
             self._check_group(op, args, kwargs)
         # Operators of others may do anything, and a generator of the forward's own steps.
-        if op.namespace != "aten" or _generators(args, kwargs):
+        if op.namespace != "aten" or generators:
             self._leaves_more = True
-        # A forward may seed for a while, and put the old state back.
-        self._seeds = self._seeds or (torch.Tag.nondeterministic_seeded in op.tags and _seeded(self._generators))
+        draws = may_draw(op, generators)
+        if draws:
+            self._default_generators.look()
         result = op(*args, **kwargs)
+        if draws:
+            self._default_generators.note()
+            self._own_generators.note(generators)
         if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
             raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
         self._after_op(result)
@@ -238,23 +245,6 @@ class Observer(Recorder):
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
-
-
-def _seeded(generators: list[torch.Generator]) -> bool:
-    return any(generator.initial_seed() != _SEED for generator in generators)
-
-
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """Those that a forward on the device draws from when it names none."""
-    if device.type == "cpu":
-        return [torch.default_generator]
-    of_device: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
-    return [torch.default_generator, of_device[device.index]]
-
-
-def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """Some operators take theirs by position."""
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
 
 
 def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

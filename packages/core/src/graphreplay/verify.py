@@ -13,8 +13,9 @@ from graphreplay.attributes import attributes_kept
 from graphreplay.capture import describe, quiet_capture
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError
+from graphreplay.generators import default_generators
 from graphreplay.hostrandom import HostRandom
-from graphreplay.observe import Snapshot, default_generators
+from graphreplay.observe import Snapshot
 from graphreplay.request import Request
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static

@@ -12,17 +12,19 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
-from graphreplay.attributes import StatefulForwardError
+from graphreplay.attributes import AttributeSnapshot, StatefulForwardError
 from graphreplay.hooks import BackendHooks
 from graphreplay.looks import looks_of
 from graphreplay.tree import TENSOR_TYPES
+
+T = TypeVar("T")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
@@ -112,6 +114,12 @@ class ModuleWatch:
     @property
     def buffers(self) -> list[Tensor]:
         return [t for _, m in self.modules for t in m._buffers.values() if t is not None and _is_plain(t)]
+
+    def generators(self) -> list[torch.Generator]:
+        """The random generators among the attributes of the modules, and those that their forwards hold or name."""
+        attributes = [value for value in AttributeSnapshot(self.modules).values() if isinstance(value, torch.Generator)]
+        forwards = [self._forward, *(module.forward for module in self._bare)]
+        return [*attributes, *(found for forward in forwards for found in _behind(forward, torch.Generator))]
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self._tensors)
@@ -222,12 +230,16 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def modules_behind(forward: Any) -> list[nn.Module]:
     """The modules whose state a forward reads: itself, the one that it is a method of, the one that it graphs, those
     that a partial, a closure or a default holds, and those that a function names among its globals."""
-    found: list[nn.Module] = []
+    return _behind(forward, nn.Module)
+
+
+def _behind(forward: Any, kind: type[T]) -> list[T]:
+    found: list[T] = []
     seen: set[int] = set()
     pending = [forward]
     while pending:
         obj = pending.pop(0)
-        if isinstance(obj, nn.Module):
+        if isinstance(obj, kind):
             found.append(obj)
         elif id(obj) not in seen:  # a closure may hold the very wrapper that graphs it
             seen.add(id(obj))
@@ -247,7 +259,7 @@ def _held_by(forward: Any) -> list[Any]:
     cells = [cell.cell_contents for cell in forward.__closure__ or () if cell != _EMPTY_CELL]
     named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     held = [*cells, *named, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
-    return [obj for obj in held if isinstance(obj, nn.Module | partial | MethodType | BackendHooks)]
+    return [obj for obj in held if isinstance(obj, _HOLDERS)]
 
 
 def _nested(root: nn.Module) -> Iterator[nn.Module]:
@@ -259,3 +271,4 @@ def _nested(root: nn.Module) -> Iterator[nn.Module]:
 
 
 _EMPTY_CELL = CellType()
+_HOLDERS = (nn.Module, torch.Generator, partial, MethodType, BackendHooks)

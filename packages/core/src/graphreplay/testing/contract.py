@@ -22,6 +22,7 @@ _TOPICS = [
         "hidden",
         "keys",
         "life",
+        "random",
         "refusal",
         "replay",
         "state",
@@ -38,6 +39,7 @@ from graphreplay.testing.contract_faults import FaultContract  # noqa: E402
 from graphreplay.testing.contract_hidden import HiddenContract  # noqa: E402
 from graphreplay.testing.contract_keys import KeyContract  # noqa: E402
 from graphreplay.testing.contract_life import LifeContract  # noqa: E402
+from graphreplay.testing.contract_random import RandomContract  # noqa: E402
 from graphreplay.testing.contract_refusal import RefusalContract  # noqa: E402
 from graphreplay.testing.contract_replay import ReplayContract  # noqa: E402
 from graphreplay.testing.contract_state import StateContract  # noqa: E402
@@ -54,6 +56,7 @@ class BackendContract(
     FaultContract,
     HiddenContract,
     ReplayContract,
+    RandomContract,
     LifeContract,
     SurfaceContract,
     VerifyContract,

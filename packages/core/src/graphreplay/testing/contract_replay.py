@@ -5,9 +5,6 @@
 | an earlier output held across later calls | unchanged | test_outputs_are_the_callers_own |
 | outputs that share storage | share it still, and with nothing else | test_shared_outputs_* |
 | module that mutates its buffers | one call is one step | test_buffers_step_once_a_call |
-| random numbers | fresh, and repeated by the seed | test_random_* |
-| a generator of the module's own | stepped as by eager | test_own_generator_* |
-| random numbers of the host | as eager | test_host_random_numbers |
 | a closure's tensor | read as it is now | test_closure_tensor_* |
 | calls from several threads | as eager | test_threads |
 | a wrapper that is dropped | frees its graphs at once | test_dropped_wrapper_frees_its_graphs |
@@ -17,32 +14,17 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphreplay.testing import zoo
-from graphreplay.testing.contract_twin import ContractBase, Twin, assert_same, generator_states, generators_kept
-
-HOST_RANDOM: dict[str, Callable[[], float]] = {
-    "random": random.random,
-    "numpy": np.random.random,
-    "torch": lambda: float(torch.rand(()).numpy()),
-}
-
-
-OWN_GENERATOR: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "by name": lambda x, generator: torch.rand(x.shape, device=x.device, generator=generator),
-    "by position": lambda x, generator: torch.poisson(x.abs(), generator=generator),
-}
-
+from graphreplay.testing.contract_twin import ContractBase, assert_same
 
 HOLDABLE = [
     specimen
@@ -114,93 +96,6 @@ class ReplayContract(ContractBase):
                 assert_same(graphed(x=self.x(seed=seed)), expected)
                 assert_same(total, expected)
         assert graphed.stats()["replays"] == 3
-
-    def test_random_numbers_are_fresh(self) -> None:
-        graphed = self.wrap(lambda *, x: torch.rand_like(x))
-        with torch.no_grad():
-            drawn = [graphed(x=self.x()) for _ in range(6)]
-        assert len({tuple(d.flatten().tolist()) for d in drawn}) == 6
-        assert graphed.stats()["replays"] == 5
-
-    def test_random_numbers_repeat_by_the_seed(self) -> None:
-        graphed = self.wrap(lambda *, x: (torch.randn_like(x), torch.rand_like(x)))
-        with torch.no_grad(), generators_kept(self.device):
-            graphed(x=self.x())
-            runs = []
-            for _ in range(2):
-                torch.manual_seed(11)
-                runs.append([graphed(x=self.x()) for _ in range(3)])
-        assert_same(runs[0], runs[1])
-        assert graphed.stats()["replays"] == 6
-
-    def test_random_state_passes_through_captures(self) -> None:
-        graphed = self.wrap(lambda *, x: torch.rand_like(x))
-        plain = []
-        with torch.no_grad(), generators_kept(self.device):
-            torch.manual_seed(3)
-            torch.rand_like(self.x())
-            plain = generator_states(self.device)
-            torch.manual_seed(3)
-            graphed(x=self.x())
-            assert_same(generator_states(self.device), plain, "after the capture")
-            torch.manual_seed(3)
-            before = generator_states(self.device)
-            graphed.prepare(x=self.x(5))
-            assert_same(generator_states(self.device), before, "after preparing")
-
-    @pytest.mark.parametrize("draw", OWN_GENERATOR)
-    def test_own_generator_is_stepped_as_by_eager(self, draw: str) -> None:
-        class Noisy(nn.Module):
-            def __init__(self, device: str) -> None:
-                super().__init__()
-                self.generator = torch.Generator(device).manual_seed(5)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x + OWN_GENERATOR[draw](x, self.generator)
-
-        twin = Twin(self.wrap(Noisy(self.device)), Noisy(self.device), self.device)
-        with torch.no_grad():
-            for seed in range(4):
-                twin(x=self.x(seed=seed))
-        if self.device == "cpu":
-            assert twin.counts() == (1, 3, 0)
-        else:  # a device refuses to capture a generator that it does not know
-            assert twin.counts() == (0, 0, 3)
-            assert "enerator" in twin.eager_reason()
-
-    def test_random_numbers_of_a_seed_set_for_a_while_are_no_graphs(self) -> None:
-        def forward(*, x: Tensor) -> Tensor:
-            with generators_kept(self.device):
-                torch.manual_seed(0)
-                return x + torch.rand_like(x)
-
-        graphed = self.wrap(forward)
-        with torch.no_grad():
-            for seed in range(3):
-                assert_same(graphed(x=self.x(seed=seed)), forward(x=self.x(seed=seed)))
-        assert "seeds a random generator" in graphed.disabled_reason
-
-    @pytest.mark.parametrize("source", HOST_RANDOM)
-    def test_host_random_numbers(self, source: str) -> None:
-        def forward(*, x: Tensor) -> Tensor:
-            return x * HOST_RANDOM[source]()
-
-        graphed = self.wrap(forward)
-        results = []
-        with torch.no_grad(), generators_kept(self.device):
-            for call in (graphed, forward):
-                random.seed(1)
-                np.random.seed(1)
-                torch.manual_seed(1)
-                results.append([call(x=self.x()) for _ in range(4)])
-        assert_same(results[0], results[1])
-        assert len({tuple(result.flatten().tolist()) for result in results[0]}) == 4
-        stats = graphed.stats()
-        assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (0, 0, 3)
-        (reason,) = stats["eager_reasons"]
-        # On the CPU, reading the number is a synchronization already.
-        assert ("it draws from" in reason) is (source != "torch" or self.device != "cpu")
-        assert graphed.enabled is ("it draws from" in reason)
 
     def test_closure_tensor_is_read_as_it_is_now(self) -> None:
         factor = torch.ones((), device=self.device)
