@@ -9,11 +9,11 @@ import torch
 from graphreplay import get_graphed_forward_cls
 from graphreplay_harness import bench, bench_call, bench_dit, bench_first, bench_memory
 from graphreplay_harness.bench_call import Module
-from graphreplay_harness.bench_peers import BARE, CONTENDERS, EAGER, LOOP, OURS, SEED, VERIFIED
+from graphreplay_harness.bench_peers import BARE, CONTENDERS, EAGER, LOOP, OURS, OURS_ALL, SEED
 from graphreplay_harness.bench_suite import Block, Setting
 
 CPU = torch.device("cpu")
-ON_CPU = {EAGER, BARE, LOOP, SEED, OURS, VERIFIED}
+ON_CPU = {EAGER, BARE, LOOP, SEED, *OURS_ALL}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_run_prints_and_writes_all_it_measured(capsys, monkeypatch, tmp_path):
     lines = out.splitlines()
     assert lines[0] == "== call =="
     assert lines[1].startswith("15 tensors, flat, one output: host us in those of hand-written loop: eager ")
-    assert sum(line.startswith("target: call, 15 tensors, flat, one output: ") for line in lines) == 3
+    assert sum(line.startswith("target: call, 15 tensors, flat, one output: ") for line in lines) == 4
     assert "measured nothing (without a device there is no device time)" in out
     assert "building ours, comparing it with eager" in err
 

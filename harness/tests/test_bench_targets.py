@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from graphreplay_harness import bench_call, bench_dit, bench_peers
-from graphreplay_harness.bench_peers import BARE, EAGER, LOOP, OURS, PEERS, SEED
+from graphreplay_harness.bench_peers import BARE, EAGER, LOOP, OURS, PEERS, SEED, UNCHECKED
 from graphreplay_harness.bench_plot import svg
 from graphreplay_harness.bench_report import spread
 from graphreplay_harness.bench_suite import HEADINGS, Block, SuiteResult, Target
@@ -14,28 +14,33 @@ from graphreplay_harness.bench_suite import HEADINGS, Block, SuiteResult, Target
 
 @pytest.fixture
 def block():
-    """Ours takes 12 µs of the host, the loop 10, the seed-style wrapper 40, others more; of devices 51 and 50."""
-    host = {LOOP: [10.0], OURS: [11.0, 12.0, 13.0], SEED: [40.0], bench_peers.COMPILED: [90.0], EAGER: [200.0]}
-    return Block(bench_call.TARGET_CASE, {"host": host, "device": {LOOP: [50.0], OURS: [51.0]}}, LOOP, {"x<y": "a & b"})
+    """Ours takes 12 µs of the host, unchecked 9, the loop 10, the seed-style wrapper 30, others more; of devices 51 and
+    50."""
+    host = {LOOP: [10.0], OURS: [11.0, 12.0, 13.0], UNCHECKED: [9.0], SEED: [30.0]}
+    host |= {bench_peers.COMPILED: [90.0], EAGER: [200.0]}
+    return Block(
+        bench_call.TARGET_CASES[0], {"host": host, "device": {LOOP: [50.0], OURS: [51.0]}}, LOOP, {"x<y": "a & b"}
+    )
 
 
 def test_targets_of_calls(block):
-    host, peer, device = bench_call.targets(block)
-    assert (host.measured, host.limit, host.met) == (1.2, 1.3, True)
+    checked, unchecked, peer, device = bench_call.targets(block)
+    assert (checked.measured, checked.limit, checked.met) == (1.2, 1.3, True)
+    assert (unchecked.measured, unchecked.limit, unchecked.met) == (0.9, 1.0, True)
     assert (peer.measured, peer.limit, peer.met) == (0.3, 0.35, True)
-    assert peer.note == "the fastest is seed-style wrapper"
     assert (device.measured, device.limit, device.met) == (1.02, 1.02, True)
-    assert str(peer).startswith("target: call, 15 tensors, flat, one output: host, ours / fastest peer <= 0.35; ")
-    assert str(peer).endswith("measured 0.300, met (the fastest is seed-style wrapper)")
+    case = "call, 15 tensors, flat, one output"
+    assert str(peer).startswith(f"target: {case}: host, check_module=False / fastest peer <= 0.35; ")
+    assert str(peer).endswith("measured 0.300, met (that is seed-style wrapper)")
     assert list(bench_call.targets(dataclasses.replace(block, title="1 tensor, flat, one output"))) == []
 
 
 def test_the_fastest_peer_is_the_one_that_ours_is_compared_with(block):
-    block.samples["host"][bench_peers.CALLABLES] = [24.0]
-    _, peer, _ = bench_call.targets(block)
+    block.samples["host"][bench_peers.CALLABLES] = [18.0]
+    _, _, peer, _ = bench_call.targets(block)
     assert (peer.measured, peer.met) == (0.5, False)
     assert block.fastest("host", PEERS) == bench_peers.CALLABLES
-    assert str(peer).endswith("measured 0.500, missed (the fastest is make_graphed_callables)")
+    assert str(peer).endswith("measured 0.500, missed (that is make_graphed_callables)")
 
 
 def test_target_of_the_teacher():
@@ -50,9 +55,9 @@ def test_text_has_ratios_then_tables_then_targets(block):
     lines = text.splitlines()
     assert lines[1] == (
         "15 tensors, flat, one output: host us in those of hand-written loop: hand-written loop 1.00, ours 1.20, "
-        "seed-style wrapper 4.00, compile, cudagraphs 9.00, eager 20.00"
+        "ours, check_module=False 0.90, seed-style wrapper 3.00, compile, cudagraphs 9.00, eager 20.00"
     )
-    (ours,) = (line for line in lines if line.startswith("ours "))
+    (ours,) = (line for line in lines if line.startswith("ours  "))
     assert ours.split() == [
         "ours",
         "1.200",

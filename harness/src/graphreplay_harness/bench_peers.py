@@ -30,9 +30,12 @@ COMPILED = "compile, cudagraphs"
 REDUCED = "compile, reduce-overhead"
 TENSORDICT = "CudaGraphModule"
 OURS = "ours"
+UNCHECKED = "ours, check_module=False"
+LENT = "ours, clone_outputs=False"
 VERIFIED = "ours, verify=always"
 
-CONTENDERS = (EAGER, BARE, LOOP, SEED, CALLABLES, COMPILED, REDUCED, TENSORDICT, OURS, VERIFIED)
+OURS_ALL = (OURS, UNCHECKED, LENT, VERIFIED)
+CONTENDERS = (EAGER, BARE, LOOP, SEED, CALLABLES, COMPILED, REDUCED, TENSORDICT, *OURS_ALL)
 BUILT_FIRST = (COMPILED, REDUCED)
 """A recording of theirs frees the cuBLAS workspaces of the process, which graphs captured before it would go on using.
 """
@@ -214,5 +217,7 @@ _MAKERS: dict[str, Callable[[Forward, Call, torch.device], Contender]] = {
     REDUCED: partial(_compiled, mode="reduce-overhead"),
     TENSORDICT: _tensordict,
     OURS: _ours,
+    UNCHECKED: partial(_ours, check_module=False),
+    LENT: partial(_ours, clone_outputs=False),
     VERIFIED: partial(_ours, verify="always"),
 }

@@ -14,7 +14,7 @@ from xpu_emulation import Stream, XPUGraph
 from graphreplay.testing import zoo
 from graphreplay_xpu import capture as capturing
 from graphreplay_xpu.capture import capture
-from graphreplay_xpu.pools import PoolMemory, PoolState
+from graphreplay_xpu.pools import PoolMemory, PoolState, one_at_a_time
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -111,7 +111,8 @@ def test_warm_ups_and_captures_of_pools_on_one_stream_take_turns(machine, monkey
                     body(number)
                 graph, y = capture(lambda: body(number), state)
                 y.zero_()
-                graph.staging([])([])
+                with one_at_a_time:  # a replay may not meet the seed that a capture beside it writes
+                    graph.staging([], [])([], [], [])
                 results[number] = y
                 graph.reset()
         except BaseException as error:

@@ -37,7 +37,7 @@ class Plan:
         self.key = key
         self.shares_freely = shares_freely
         values: list[Any] = [kwargs, variant]
-        self._containers: list[tuple[int, type, Any]] = []
+        self._containers: list[tuple[int, Any, Any]] = []
         """Where a container is among the values, its type, and its names or its length. Its children come last then."""
         constants: list[int] = []
         places = {id(leaf): -1 for leaf in leaves}

@@ -28,13 +28,14 @@ class PoolState:
         weakref.finalize(self, streams.give_back, self.capture_stream).atexit = False
         self.last_stream = torch.cuda.current_stream(device)
         """Where the pool's latest work was put."""
+        self.last_raw = self.last_stream.cuda_stream
+        self.index: int = device.index
 
     @property
     def blocked(self) -> bool:
         """Whether someone else captures the stream of the latest work, so that nothing can wait for it."""
-        raw = self.last_stream.cuda_stream
-        same = raw == torch._C._cuda_getCurrentRawStream(self.device.index)
-        return not same and raw != 0 and driver.is_capturing(raw)
+        raw = self.last_raw
+        return raw != torch._C._cuda_getCurrentRawStream(self.index) and raw != 0 and driver.is_capturing(raw)
 
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""

@@ -50,15 +50,15 @@ class CUDAGraphedForward(GraphedForward):
         return capture(forward, self._pool_state)
 
     def _is_capturing(self) -> bool:
-        if self.device.type != "cuda":
-            return False
-        return torch.cuda.is_current_stream_capturing() or (self.pool.backend is not None and self._pool_state.blocked)
+        state = self.pool.backend
+        return torch.cuda.is_current_stream_capturing() or (state is not None and state.blocked)
 
     def _take_turn(self) -> None:
-        state, current = self._pool_state, torch.cuda.current_stream(self.device)
-        if current != state.last_stream:
+        state = self._pool_state
+        if torch._C._cuda_getCurrentRawStream(state.index) != state.last_raw:
+            current = torch.cuda.current_stream(self.device)
             current.wait_stream(state.last_stream)
-            state.last_stream = current
+            state.last_stream, state.last_raw = current, current.cuda_stream
 
     def _release_memory(self) -> None:
         if self.pool.backend is not None:

@@ -153,8 +153,8 @@ COPY:
 .address_size 64
 
 // stage(table): block row y copies nbytes[y] bytes from src[y] to dst[y]. The table is
-// {{ u64 dst[{capacity}], nbytes[{capacity}], src[{capacity}], outputs[{outputs}], noted }} and travels by value with each
-// launch. Where there are outputs, their addresses are written to memory at noted.
+// {{ u64 dst[{capacity}], nbytes[{capacity}], src[{capacity}], outputs[{outputs}], noted }}
+// and travels by value with each launch. Where there are outputs, their addresses are written to memory at noted.
 .visible .entry stage(.param .align 8 .b8 table[{8 * (3 * capacity + outputs + 1)}])
 {{
 {_REGISTERS}
@@ -212,8 +212,8 @@ def set_predicate(index: int) -> Any:
 
 @cache
 def stage(index: int, capacity: int, outputs: int) -> Any:
-    """The kernel that copies so many tensors at most, one of CAPACITIES, and notes the addresses of so many outputs, one
-    of OUTPUT_CAPACITIES, loaded for the device with this index."""
+    """The kernel that copies so many tensors at most, one of CAPACITIES, and notes where so many outputs go, one of
+    OUTPUT_CAPACITIES, loaded for the device with this index."""
     with torch.cuda.device(index):
         driver.ensure_context()
         return driver.load_kernel(_stage_ptx(capacity, outputs), "stage")

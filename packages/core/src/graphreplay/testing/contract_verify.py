@@ -32,14 +32,15 @@ class _Corrupted:
         self.nbytes, self.reset = graph.nbytes, graph.reset
 
     def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
-        launch, handing_out = self._graph.staging(inputs, ()), CopyPlan(outputs)
+        static_inputs, static_outputs = inputs, outputs
+        run, handing_out = self._graph.staging(inputs, ()), CopyPlan(outputs)
 
-        def launch_and_spoil(leaves: Sequence[Tensor], addresses: Sequence[int], handed_out: Sequence[Tensor]) -> None:
-            launch(leaves, addresses, ())
-            self._spoil(inputs)
-            handing_out.copy(handed_out, outputs)
+        def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+            run(inputs, addresses, ())
+            self._spoil(static_inputs)
+            handing_out.copy(outputs, static_outputs)
 
-        return launch_and_spoil
+        return launch
 
 
 class Accumulates(nn.Module):
