@@ -89,7 +89,7 @@ def test_a_run_prints_and_writes_all_it_measured(capsys, monkeypatch, tmp_path):
         for measure in ("host", "queued"):
             assert each["summary"][measure].keys() == each["ratios"][measure].keys() == ON_CPU
             assert all(of.keys() == {"median", "low", "high"} for of in each["summary"][measure].values())
-    assert len(suite["targets"]) == 3
+    assert len(suite["targets"]) == 4
     ElementTree.parse(plot)
 
 

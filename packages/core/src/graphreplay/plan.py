@@ -43,6 +43,8 @@ class Plan:
         places = {id(leaf): -1 for leaf in leaves}
         if key.sharing or not leaves:
             raise ValueError("tensors that share storage, or none")
+        if any(leaf.is_neg() or leaf.is_conj() for leaf in leaves):
+            raise ValueError("a tensor whose bytes are not its values")
         for position, value in enumerate(values):  # which grow meanwhile
             cls = type(value)
             if cls is dict and set(map(type, value)) <= ONLY_STR:

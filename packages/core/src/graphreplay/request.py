@@ -114,7 +114,7 @@ class Request:
     key: Key
     """Equal for two calls exactly if one graph can serve both."""
     plan: Plan | None
-    """By which the key was recognized, so that every leaf looks as it did when that was made."""
+    """By which the key was recognized; then the bytes of every leaf are its values."""
     ahead: bool
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 

@@ -83,8 +83,10 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
     captured = CUDAGraph()
     with graph(captured, pool.handle, pool.capture_stream, "thread_local"):
         before = torch.cuda.memory_reserved(pool.device)
-        # Before the forward, so that none of its tensors comes to lie here.
-        noted = torch.empty(kernels.OUTPUT_CAPACITIES[-1], dtype=torch.int64, device=pool.device)
+        # Before the forward, so that none of its tensors comes to lie here; and as a storage, since a tensor is filled
+        # where algorithms are to be deterministic, by a kernel that would be part of the graph.
+        storage = torch.UntypedStorage(8 * kernels.OUTPUT_CAPACITIES[-1], device=pool.device)
+        noted = torch.empty(0, dtype=torch.int64, device=pool.device).set_(storage)
         outputs = forward()
         grown = torch.cuda.memory_reserved(pool.device) - before
     # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds. Other threads'
