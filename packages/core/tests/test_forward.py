@@ -274,7 +274,7 @@ def test_miss_reasons_name_what_is_new_beside_the_kwargs():
         "another variant": 1,
         "other kwargs share storage": 1,
         "its graph was evicted or dropped": 1,
-        "process switch are_deterministic_algorithms_enabled is True": 1,
+        "process switch deterministic_algorithms is True": 1,
     }
 
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import call
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-_FP32_BACKENDS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+_Reader: TypeAlias = Callable[[], Any]
+
+
+def _precision(backend: str, op: str) -> _Reader:
+    return partial(torch._C._get_fp32_precision_getter, backend, op)
+
 
 # Switches that choose kernels, each read by one C call. Not the order of attention kernels: torch itself changes it at
-# the first attention on a device, which would waste the first graph of each module.
-_SWITCHES: tuple[Callable[[], Any], ...] = (
+# the first attention on a device, which would waste the first graph of each module. Nor the preferred libraries for
+# products and linear algebra: reading those costs as much as all of these.
+_SWITCHES: tuple[_Reader, ...] = (
     torch.get_default_dtype,
-    torch.are_deterministic_algorithms_enabled,
-    torch.is_deterministic_algorithms_warn_only_enabled,
-    *(partial(torch._C._get_fp32_precision_getter, backend, op) for backend, op in _FP32_BACKENDS),
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_mkldnn_deterministic,
-    torch._C._get_onednn_allow_tf32,  # None but on Intel GPUs
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+    _precision("cuda", "rnn"),
     torch._C._get_cudnn_enabled,
     torch._C._get_cudnn_benchmark,
     torch._C._get_cudnn_deterministic,
@@ -35,45 +40,78 @@ _SWITCHES: tuple[Callable[[], Any], ...] = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
     torch._C._get_math_sdp_allow_fp16_bf16_reduction,
-    torch._C._get_blas_preferred_backend,
-    torch._C._get_linalg_preferred_backend,
     torch.backends.mha.get_fastpath_enabled,
 )
+_SWITCHES_OFF_CUDA: tuple[_Reader, ...] = (
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_mkldnn_deterministic,
+    torch._C._get_onednn_allow_tf32,  # None but on Intel GPUs
+)
+"""Of libraries that run nothing on CUDA devices. The CPU backend, a reference for devices, reads all of them."""
+
+_MODES: tuple[_Reader, ...] = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._get_tracing_state,
+    torch._C._functorch.peek_interpreter_stack,
+)
+_NO_MODES = (0, 0, None, None)
+
+State: TypeAlias = tuple[Any, ...]
+"""The process's state as it is read: equal for two calls only if nothing tells them apart."""
 
 
-def ambient_state(device_type: str) -> tuple[Any, ...]:
-    """A key over grad and inference mode, autocast, default dtype and device, and the switches that choose kernels
-    (determinism, precision, attention, libraries).
+class Ambient:
+    """Reads what of the process, and of the calling thread, changes what a forward computes on a kind of device."""
 
-    Two calls under equal states run the same kernels on the same inputs.
-    """
-    autocast = torch.is_autocast_enabled(device_type)
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        autocast and (torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()),
-        torch.get_default_device() if torch._C._len_torch_function_stack() else None,  # it is a mode
-        *map(call, _SWITCHES),
-    )
+    def __init__(self, device_type: str) -> None:
+        self._switches = _SWITCHES if device_type == "cuda" else _SWITCHES + _SWITCHES_OFF_CUDA
+        autocast = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+        self._readers = (
+            *_MODES,
+            torch.is_grad_enabled,
+            torch.is_inference_mode_enabled,
+            *(partial(read, device_type) for read in autocast),
+            torch.is_autocast_cache_enabled,
+            *self._switches,
+        )
+
+    def read(self) -> State:
+        """The state now."""
+        return tuple(map(call, self._readers))
+
+    def key(self, state: State) -> tuple[Any, ...]:
+        """What of a state counts, as part of a key: grad and inference mode, autocast, the default device, and the
+        switches that choose kernels (dtype, determinism, precision, attention).
+
+        Two calls under equal keys run the same kernels on the same inputs.
+        """
+        function_modes, (grad, inference, autocast, dtype, caching) = state[1], state[4:9]
+        device = torch.get_default_device() if function_modes else None  # it is a mode
+        return (grad, inference, autocast and (dtype, caching), device, *state[9:])
+
+    def difference(self, was: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+        """Which part differs between two keys."""
+        position = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
+        if position < len(_NAMES):
+            return f"{_NAMES[position]} is another"
+        switch = self._switches[position - len(_NAMES)]
+        name = " ".join(switch.args) + " precision" if isinstance(switch, partial) else switch.__name__
+        return f"process switch {name.strip('_').removeprefix('get_')} is {now[position]}"
 
 
 _NAMES = ("grad mode", "inference mode", "autocast", "the default device")
 
 
-def ambient_difference(was: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """Which part of the process state differs between two states."""
-    position = next(i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b)
-    if position < len(_NAMES):
-        return f"{_NAMES[position]} is another"
-    switch = _SWITCHES[position - len(_NAMES)]
-    name = switch.args[0] + " " + switch.args[1] + " precision" if isinstance(switch, partial) else switch.__name__
-    return f"process switch {name.strip('_').removeprefix('get_')} is {now[position]}"
+def is_plain(state: State) -> bool:
+    """Whether no mode is active that sees, or changes, what the calling thread runs; ``eager_only`` looks closer."""
+    return state[:4] == _NO_MODES and forward_ad._current_level < 0
 
 
 def eager_only() -> str | None:
     """Why a call under the current process state must not be captured or replayed, or None."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing the call"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit is tracing the call"
     if torch._C._len_torch_dispatch_stack():

@@ -43,6 +43,8 @@ class LRUCache(Generic[K, V]):
         self._nbytes = 0
         self._pinned = 0
         self._warned = False
+        self._newest: _Slot[V] | None = None
+        """The most recently used one, if that is known: hashing its key costs more than knowing it."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -65,14 +67,16 @@ class LRUCache(Generic[K, V]):
         slot = self._slots.get(key)
         if slot is None:
             return None
-        self._slots.move_to_end(key)
+        if slot is not self._newest:
+            self._slots.move_to_end(key)
+            self._newest = slot
         return slot.value
 
     def put(self, key: K, value: V, nbytes: int, *, pin: bool = False) -> None:
         """Adds a value under a new key and evicts others until the bounds hold, least recently used first."""
         if key in self._slots:
             raise KeyError(f"{key!r} is in the cache already")
-        self._slots[key] = _Slot(value, nbytes, pin)
+        self._slots[key] = self._newest = _Slot(value, nbytes, pin)
         self._nbytes += nbytes
         self._pinned += pin
         self._shrink(keep=key)
@@ -130,6 +134,7 @@ class LRUCache(Generic[K, V]):
 
     def _drop(self, key: K) -> None:
         slot = self._slots.pop(key)
+        self._newest = None
         self._nbytes -= slot.nbytes
         self._pinned -= slot.pinned
         self._on_evict(slot.value)
@@ -140,4 +145,5 @@ class LRUCache(Generic[K, V]):
         assert self._nbytes == sum(slot.nbytes for slot in slots)
         assert self._pinned == sum(slot.pinned for slot in slots)
         loose = [key for key, slot in self._slots.items() if not slot.pinned]
+        assert self._newest is None or self._newest is self._slots[next(reversed(self._slots))]
         assert not (self._over() and len(loose) > 1), "a bound is exceeded though something evictable is left"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graphreplay.ambient import ambient_state, eager_only
+from graphreplay.ambient import State, eager_only, is_plain
 from graphreplay.arguments import check_arguments, check_deadline, check_flags, check_verify, parse_device
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
@@ -255,22 +255,22 @@ class GraphedForward(GraphStore):
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
-        reason = eager_only()
+        if torch.compiler.is_compiling():
+            return "torch.compile is tracing the call"
+        state, watch = self._ambient.read(), self._watch or self._watched()
+        reason = watch.refusal if is_plain(state) else eager_only() or watch.refusal
         if reason is not None:
             return reason
-        watch, ambient = self._watched(), ambient_state(self.device.type)
-        if watch.refusal is not None:
-            return watch.refusal
         if torch.is_grad_enabled() and watch.requires_grad():
             return _GRAD
         for plan in self._plans:
-            recognized = plan.match(kwargs, options.variant) if plan.key.ambient == ambient else None
+            recognized = plan.match(state, kwargs, options.variant)
             if recognized is not None:
                 addresses = list(map(Tensor.data_ptr, recognized))
                 if all(addresses) and (plan.shares_freely or self._share_nothing(recognized, watch)):
-                    return Request(kwargs, options, recognized, addresses, plan.key, plan, ahead)
+                    return Request(kwargs, options, recognized, addresses, plan.key, state, plan, ahead)
                 break
-        return self._keyed(kwargs, options, watch, ambient, ahead)
+        return self._keyed(kwargs, options, watch, state, ahead)
 
     @staticmethod
     def _share_nothing(leaves: Sequence[Tensor], watch: ModuleWatch) -> bool:
@@ -279,7 +279,7 @@ class GraphedForward(GraphStore):
         return len(ids) == len(leaves) and watch.storage_ids.isdisjoint(ids)
 
     def _keyed(
-        self, kwargs: dict[str, Any], options: CallOptions, watch: ModuleWatch, ambient: tuple[Any, ...], ahead: bool
+        self, kwargs: dict[str, Any], options: CallOptions, watch: ModuleWatch, state: State, ahead: bool
     ) -> Request | str:
         """As ``_request``, for calls that no plan recognizes."""
         variant = None if options.variant is None else variant_key(options.variant)
@@ -301,13 +301,13 @@ class GraphedForward(GraphStore):
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             return _GRAD
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
-        key = Key(signature, ambient, sharing, variant)
-        return Request(kwargs, options, leaves, addresses, key, None, ahead)
+        key = Key(signature, self._ambient.key(state), sharing, variant)
+        return Request(kwargs, options, leaves, addresses, key, state, None, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
-        self._check_usable()  # another thread may have closed or disabled it, while this one waited for its turn
-        if self.disabled_reason is not None:
+        if self._closed or self.disabled_reason is not None:  # by another thread, while this one waited for its turn
+            self._check_usable()
             return self.disabled_reason
         try:
             self._take_turn()
@@ -380,7 +380,9 @@ class GraphedForward(GraphStore):
         if plan is None:
             try:
                 variant, shares_freely = request.options.variant, entry.reads_only
-                plan = Plan(entry.key, request.kwargs, variant, request.leaves, shares_freely=shares_freely)
+                plan = Plan(
+                    entry.key, request.state, request.kwargs, variant, request.leaves, shares_freely=shares_freely
+                )
             except ValueError as error:
                 logger.debug("%s builds the key of each such call: %s", self.name, error)
                 return

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphreplay.ambient import State, is_plain
 from graphreplay.looks import looks_of
 from graphreplay.request import Key
 from graphreplay.values import ONLY_STR, PLAIN_TYPES
@@ -22,7 +23,7 @@ MAX_PLANS = 4
 
 
 class Plan:
-    """Recognizes the kwargs and variant of calls with one key.
+    """Recognizes calls with one key, by the process's state, kwargs and variant.
 
     Args:
         shares_freely: whether leaves may share storage, though those of the key do not.
@@ -32,9 +33,19 @@ class Plan:
     """
 
     def __init__(
-        self, key: Key, kwargs: dict[str, Any], variant: Any, leaves: Sequence[Tensor], *, shares_freely: bool
+        self,
+        key: Key,
+        state: State,
+        kwargs: dict[str, Any],
+        variant: Any,
+        leaves: Sequence[Tensor],
+        *,
+        shares_freely: bool,
     ) -> None:
+        if not is_plain(state):
+            raise ValueError("modes that are active")
         self.key = key
+        self._state = state
         self.shares_freely = shares_freely
         values: list[Any] = [kwargs, variant]
         self._containers: list[tuple[int, Any, Any]] = []
@@ -67,11 +78,13 @@ class Plan:
         """Where zeros are among the constants, and their signs, which == does not see."""
         self._look_alike = looks_of(leaves)
 
-    def match(self, kwargs: dict[str, Any], variant: Any) -> tuple[Tensor, ...] | None:
-        """The leaves of a call in their order, if its kwargs and variant have the key; or None if they may not have it.
+    def match(self, state: State, kwargs: dict[str, Any], variant: Any) -> tuple[Tensor, ...] | None:
+        """The leaves of a call in their order, if it has the key, or None if it may not have it.
 
-        The caller still looks at the process's state, and at whether leaves share storage where that counts.
+        The caller still looks at whether leaves share storage, where that counts.
         """
+        if state != self._state:
+            return None
         values: list[Any] = [kwargs, variant]
         for position, cls, names in self._containers:
             node = values[position]

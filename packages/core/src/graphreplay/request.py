@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from graphreplay.ambient import ambient_difference
+from graphreplay.ambient import Ambient, State
 from graphreplay.errors import ConfigurationError, UnsupportedLeafError
 from graphreplay.signature import Signature, explain, flatten
 from graphreplay.tree import path_of
@@ -87,13 +87,13 @@ class Key:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and self._parts == other._parts
 
-    def news_since(self, last: Key) -> str:
+    def news_since(self, last: Key, ambient: Ambient) -> str:
         """What is new in this key since another one."""
         different = explain(last.signature, self.signature)
         if different is not None:
             return different
         if self.ambient != last.ambient:
-            return ambient_difference(last.ambient, self.ambient)
+            return ambient.difference(last.ambient, self.ambient)
         if self.sharing != last.sharing:
             return "other kwargs share storage"
         if self.variant != last.variant:
@@ -113,6 +113,8 @@ class Request:
     """Where their bytes begin; 0 only for those without elements."""
     key: Key
     """Equal for two calls exactly if one graph can serve both."""
+    state: State
+    """Of the process, at the call."""
     plan: Plan | None
     """By which the key was recognized; then the bytes of every leaf are its values."""
     ahead: bool

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
+from graphreplay.ambient import Ambient
 from graphreplay.cache import LRUCache
 from graphreplay.churn import ChurnGuard
 from graphreplay.entry import Entry
@@ -63,6 +64,7 @@ class GraphStore(BackendHooks):
     """The key of a kwargs tree for this forward and device, and the tensors to stage."""
 
     def _open_store(self, max_entries: int, max_bytes: int | None) -> None:
+        self._ambient = Ambient(self.device.type)
         self._watch: ModuleWatch | None = None
         self._plans: tuple[Plan, ...] = ()
         """Of the latest replays, the latest first. Only ever replaced, since calls read it without the lock."""
@@ -180,7 +182,7 @@ class GraphStore(BackendHooks):
             logger.warning("memory of graphs could not be given back: %s: %s", type(error).__name__, str(error))
 
     def _what_is_new(self, key: Key) -> str:
-        return "first capture" if self._last is None else key.news_since(self._last)
+        return "first capture" if self._last is None else key.news_since(self._last, self._ambient)
 
     def _refuse(self, key: Hashable, reason: str) -> None:
         """Notes that calls of this key run eagerly; the oldest such note goes when there are too many."""

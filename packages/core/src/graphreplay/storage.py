@@ -118,7 +118,8 @@ class CopyPlan:
 
         self.dense = sorted(p for group in self._dense.values() for p in group)
         """Positions of tensors alone in their storage, without gaps and lazy bits: their bytes are their values."""
-        self._plain = len(self.dense) == self._all and all(tensor.numel() for tensor in like)
+        self.is_simple = len(self.dense) == self._all and all(tensor.numel() for tensor in like)
+        """Whether that is all of them, none empty: then ``torch.empty_like`` gives tensors of the same layout."""
 
     @property
     def has_regions(self) -> bool:
@@ -136,8 +137,8 @@ class CopyPlan:
 
     def allocate(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the same layout in storages of their own, values undefined."""
-        if self._plain:
-            return list(map(torch.empty_like, like))  # which keeps the strides of dense tensors
+        if self.is_simple:
+            return list(map(torch.empty_like, like))
         into = list(like)
         for region in self._regions:
             region.allocate(like, into)

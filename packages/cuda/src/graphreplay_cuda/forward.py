@@ -54,7 +54,7 @@ class CUDAGraphedForward(GraphedForward):
         return torch.cuda.is_current_stream_capturing() or (state is not None and state.blocked)
 
     def _take_turn(self) -> None:
-        state = self._pool_state
+        state = self.pool.backend or self._pool_state
         if torch._C._cuda_getCurrentRawStream(state.index) != state.last_raw:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(state.last_stream)
