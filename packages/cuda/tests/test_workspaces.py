@@ -30,12 +30,12 @@ class Products(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.half = nn.Linear(4096, 512, dtype=torch.bfloat16)
+        self.low = nn.Linear(4096, 512, dtype=torch.bfloat16)
         self.weight = nn.Parameter(torch.randn(4096, 512) / 64)
         self.conv = nn.Conv1d(512, 64, 3, padding=1)
 
     def forward(self, x):
-        return self.half(x.bfloat16()), self.conv((x @ self.weight).T[None])
+        return self.low(x.bfloat16()), self.conv((x @ self.weight).T[None])
 
 
 def test_graphed_forwards_outlive_their_workspaces():

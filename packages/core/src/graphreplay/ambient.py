@@ -51,46 +51,45 @@ _SWITCHES_OFF_CUDA: tuple[_Reader, ...] = (
 )
 """Of libraries that run nothing on CUDA devices. The CPU backend, a reference for devices, reads all of them."""
 
-_MODES: tuple[_Reader, ...] = (
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
-    torch._C._functorch.peek_interpreter_stack,
-)
-_NO_MODES = (0, 0, None, None)
-
 State: TypeAlias = tuple[Any, ...]
-"""The process's state as it is read: equal for two calls only if nothing tells them apart."""
+"""Of the process and the calling thread: the numbers of dispatch and function modes, grad and inference mode, and the
+switches."""
 
 
 class Ambient:
     """Reads what of the process, and of the calling thread, changes what a forward computes on a kind of device."""
 
     def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self._switches = _SWITCHES if device_type == "cuda" else _SWITCHES + _SWITCHES_OFF_CUDA
-        autocast = (torch.is_autocast_enabled, torch.get_autocast_dtype)
         self._readers = (
-            *_MODES,
+            torch._C._len_torch_dispatch_stack,
+            torch._C._len_torch_function_stack,
             torch.is_grad_enabled,
             torch.is_inference_mode_enabled,
-            *(partial(read, device_type) for read in autocast),
-            torch.is_autocast_cache_enabled,
             *self._switches,
         )
 
     def read(self) -> State:
-        """The state now."""
+        """The part that every call reads. What else counts shows in ``autocast``, and in what tensors look like: see
+        ``looks_of``."""
         return tuple(map(call, self._readers))
 
+    def autocast(self) -> tuple[torch.dtype, bool] | None:
+        """The dtype of autocast and whether it caches weights, or None where it is off."""
+        if not torch.is_autocast_enabled(self._device_type):
+            return None
+        return torch.get_autocast_dtype(self._device_type), torch.is_autocast_cache_enabled()
+
     def key(self, state: State) -> tuple[Any, ...]:
-        """What of a state counts, as part of a key: grad and inference mode, autocast, the default device, and the
-        switches that choose kernels (dtype, determinism, precision, attention).
+        """What counts of the state now, as part of a key: grad and inference mode, autocast, the default device, and
+        the switches that choose kernels (dtype, determinism, precision, attention).
 
         Two calls under equal keys run the same kernels on the same inputs.
         """
-        function_modes, (grad, inference, autocast, dtype, caching) = state[1], state[4:9]
+        _, function_modes, grad, inference, *switches = state
         device = torch.get_default_device() if function_modes else None  # it is a mode
-        return (grad, inference, autocast and (dtype, caching), device, *state[9:])
+        return (grad, inference, self.autocast(), device, *switches)
 
     def difference(self, was: tuple[Any, ...], now: tuple[Any, ...]) -> str:
         """Which part differs between two keys."""
@@ -103,11 +102,6 @@ class Ambient:
 
 
 _NAMES = ("grad mode", "inference mode", "autocast", "the default device")
-
-
-def is_plain(state: State) -> bool:
-    """Whether no mode is active that sees, or changes, what the calling thread runs; ``eager_only`` looks closer."""
-    return state[:4] == _NO_MODES and forward_ad._current_level < 0
 
 
 def eager_only() -> str | None:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from graphreplay.ambient import State, eager_only, is_plain
+from graphreplay.ambient import State, eager_only
 from graphreplay.arguments import check_arguments, check_deadline, check_flags, check_verify, parse_device
 from graphreplay.attributes import AttributeSnapshot
 from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
@@ -54,7 +55,6 @@ from graphreplay.verify import EagerTwin
 from graphreplay.weights import ModuleWatch
 
 _UNMARKED = nullcontext()
-_GRAD = "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
@@ -258,19 +258,17 @@ class GraphedForward(GraphStore):
         if torch.compiler.is_compiling():
             return "torch.compile is tracing the call"
         state, watch = self._ambient.read(), self._watch or self._watched()
-        reason = watch.refusal if is_plain(state) else eager_only() or watch.refusal
-        if reason is not None:
-            return reason
-        if torch.is_grad_enabled() and watch.requires_grad():
-            return _GRAD
-        for plan in self._plans:
+        if watch.refusal is not None:
+            return watch.refusal
+        grad = torch.is_grad_enabled() and watch.requires_grad()
+        for plan in () if grad or forward_ad._current_level >= 0 else self._plans:
             recognized = plan.match(state, kwargs, options.variant)
             if recognized is not None:
                 addresses = list(map(Tensor.data_ptr, recognized))
                 if all(addresses) and (plan.shares_freely or self._share_nothing(recognized, watch)):
                     return Request(kwargs, options, recognized, addresses, plan.key, state, plan, ahead)
                 break
-        return self._keyed(kwargs, options, watch, state, ahead)
+        return eager_only() or self._keyed(kwargs, options, watch, state, ahead)
 
     @staticmethod
     def _share_nothing(leaves: Sequence[Tensor], watch: ModuleWatch) -> bool:
@@ -298,8 +296,8 @@ class GraphedForward(GraphStore):
                 return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
         except UnsupportedLeafError as error:
             return str(error)
-        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
-            return _GRAD
+        if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
+            return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
         sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
         key = Key(signature, self._ambient.key(state), sharing, variant)
         return Request(kwargs, options, leaves, addresses, key, state, None, ahead)
@@ -381,7 +379,13 @@ class GraphedForward(GraphStore):
             try:
                 variant, shares_freely = request.options.variant, entry.reads_only
                 plan = Plan(
-                    entry.key, request.state, request.kwargs, variant, request.leaves, shares_freely=shares_freely
+                    entry.key,
+                    self._ambient,
+                    request.state,
+                    request.kwargs,
+                    variant,
+                    request.leaves,
+                    shares_freely=shares_freely,
                 )
             except ValueError as error:
                 logger.debug("%s builds the key of each such call: %s", self.name, error)

@@ -11,9 +11,10 @@ from torch import Tensor
 def looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A check, in one call, whether as many tensors look like these: their classes, dtypes, devices, layouts, shapes,
     strides, ``requires_grad``, lazy bits, whether they were made under inference mode, and that no two are one object.
-    It also says no where the calling thread's state (autocast, inference mode) is another than now.
+    It also says no where autocast is on and was off (or the other way round), and in a trace or functorch transform,
+    if it was made outside; about inference mode it says no for some tensors only.
 
-    That is the check of guards in torch.compile, which is exact about what a kernel can see.
+    That is the check of guards in torch.compile: the keys by which operators find their kernels have to be the same.
     """
     # Not a public name, but one of long standing; a test tries each of the properties above on the torch at hand.
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

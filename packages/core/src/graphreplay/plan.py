@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphreplay.ambient import State, is_plain
+from graphreplay.ambient import Ambient, State
 from graphreplay.looks import looks_of
 from graphreplay.request import Key
 from graphreplay.values import ONLY_STR, PLAIN_TYPES
@@ -35,6 +35,7 @@ class Plan:
     def __init__(
         self,
         key: Key,
+        ambient: Ambient,
         state: State,
         kwargs: dict[str, Any],
         variant: Any,
@@ -42,10 +43,12 @@ class Plan:
         *,
         shares_freely: bool,
     ) -> None:
-        if not is_plain(state):
+        if any(state[:2]):
             raise ValueError("modes that are active")
         self.key = key
         self._state = state
+        self._autocast = ambient.autocast()
+        self._ambient = ambient
         self.shares_freely = shares_freely
         values: list[Any] = [kwargs, variant]
         self._containers: list[tuple[int, Any, Any]] = []
@@ -83,7 +86,7 @@ class Plan:
 
         The caller still looks at whether leaves share storage, where that counts.
         """
-        if state != self._state:
+        if state != self._state or (self._autocast is not None and self._ambient.autocast() != self._autocast):
             return None
         values: list[Any] = [kwargs, variant]
         for position, cls, names in self._containers:

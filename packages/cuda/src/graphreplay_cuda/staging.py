@@ -104,9 +104,10 @@ class Staging:
         if not driver.thread.has_context:
             driver.ensure_context()
         node, table = self._node, self._table
-        with node.launches.lock:
+        launches = node.launches
+        with launches.lock:
             node.check()
-            node.launches.take_turn()
+            launches.take_turn()
             if self._rest:
                 for position in self._rest:
                     self._static[position].copy_(inputs[position])
