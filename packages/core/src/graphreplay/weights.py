@@ -26,6 +26,7 @@ from graphreplay.tree import TENSOR_TYPES
 
 T = TypeVar("T")
 
+_MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
     global_hooks._global_forward_hooks,
@@ -190,12 +191,16 @@ class ModuleWatch:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
         to them, so that no address is reused."""
         return (
-            [*modules_behind(self._forward), *chain.from_iterable(map(_values, self._members))],
+            [*modules_behind(self._forward), *self._held(_MEMBERS), *chain.from_iterable(map(_values, self._members))],
             [state.get(key) for state, key in self._bound],
             list(map(_training, self._bare)),
-            list(chain.from_iterable(map(_values, self._hooks))),
+            [*self._held(_HOOKS), *chain.from_iterable(map(_values, self._hooks))],
             [*map(_own_forward, self._states), *map(type, self._bare)],
         )
+
+    def _held(self, kinds: Sequence[str]) -> list[Any]:
+        """The dicts themselves: ``module._forward_hooks = OrderedDict()`` is how many remove hooks."""
+        return [state.get(kind) for state in self._states for kind in kinds]
 
 
 _values, _own_forward, _training = methodcaller("values"), methodcaller("get", "forward"), attrgetter("training")
