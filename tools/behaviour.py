@@ -26,6 +26,7 @@ SOURCES = {
     "Module state": TESTING / "contract_state.py",
     "Life of a wrapper": TESTING / "contract_life.py",
     "Arguments, bounds, pools": TESTING / "contract_surface.py",
+    "Less work a call": TESTING / "contract_options.py",
     "Comparison with eager": TESTING / "contract_verify.py",
     "Ranks": ROOT / "packages" / "core" / "tests" / "test_ranks.py",
     "CUDA alone": ROOT / "packages" / "cuda" / "tests" / "test_contract.py",

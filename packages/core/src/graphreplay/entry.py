@@ -62,6 +62,8 @@ class Entry:
         outputs: the static output tree; output_leaves are its tensors.
         keep_alive: objects that the graph reads by address.
         clone_outputs: whether outputs are handed out in tensors of their own, and not as the static ones themselves.
+            They are all the same where the graph writes or returns its inputs: a caller who passes a static output in
+            again would have one of the two overwritten with the other.
     """
 
     def __init__(
@@ -92,12 +94,14 @@ class Entry:
         self._rebuild = rebuilder(replace_tensors(outputs, iter(output_leaves), share_records=False))
         check_rebuilt(self._rebuild(output_leaves), output_leaves, "output")
         self._output_leaves = output_leaves
-        self._handing_out = CopyPlan(output_leaves) if clone_outputs else None
+        shares_inputs = not set(storage_ids(inputs)).isdisjoint(storage_ids(output_leaves))
+        lends = not (clone_outputs or written or shares_inputs)
+        self._handing_out = None if lends else CopyPlan(output_leaves)
         handed_out = () if self._handing_out is None else self._handing_out.pick_dense(output_leaves)
         self._launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
         self._keep_alive = keep_alive
         self._simple = self._staging.is_simple and self._handing_out is not None and self._handing_out.is_simple
-        self.reads_only = repeatable and not written and set(storage_ids(inputs)).isdisjoint(storage_ids(output_leaves))
+        self.reads_only = repeatable and not written and not shares_inputs
         """Whether nobody can tell if inputs share storage with each other, or with what the module holds."""
         self.nbytes = graph.nbytes + self._staging.nbytes
 

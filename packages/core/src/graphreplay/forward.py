@@ -95,7 +95,8 @@ class GraphedForward(GraphStore):
             capture. False: the caller knows, and calls ``reset()`` after moving, replacing or switching any of them;
             updating weights in place needs neither.
         clone_outputs: hand outputs out in tensors that the caller owns. False: in the graph's own, which the next call
-            of any wrapper on the pool overwrites, and which must not be changed.
+            of any wrapper on the pool overwrites, and which must not be changed; the caller's own all the same where
+            the forward writes or returns its inputs. Passing them in again, as in ``y = graphed(x=y)``, is right.
         nvtx: mark captures and replays as ranges for a profiler.
 
     Raises:
@@ -139,6 +140,7 @@ class GraphedForward(GraphStore):
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device, self.peers.ranks)
+        self.pool.lends = self.pool.lends or not clone_outputs
         self._capture_context = capture_context or nullcontext
         self._verify = verify
         self._check_module = check_module
@@ -313,7 +315,7 @@ class GraphedForward(GraphStore):
             self.disable(f"the current stream cannot be ordered behind the graphs': {describe(error)}")
             return self.disabled_reason
         entry = self._cache.get(request.key)
-        if entry is None or not (entry.repeatable or self._check_module is False):
+        if entry is None or (self._check_module and not self._can_do_over(entry)):
             changed = self._drop_if_changed()
             if changed is not None:
                 return self._missed(request, changed)
@@ -343,11 +345,11 @@ class GraphedForward(GraphStore):
                 dense, addresses, outputs = entry.stage(
                     request.leaves, request.addresses, looked_at=request.plan is not None
                 )
-                harmless = entry.repeatable  # any other replay may write half of what it writes
+                harmless = self._can_do_over(entry)  # any other replay may write half of what it writes
                 entry.launch(dense, addresses, outputs)
-                # The host looks at the module while the device works. What a repeatable graph has computed from weights
-                # that moved is dropped; any other one had to wait for this check.
-                changed = self._drop_if_changed() if entry.repeatable and self._check_module else None
+                # The host looks at the module while the device works. What such a graph has computed from weights that
+                # moved is dropped; any other one had to wait for this check.
+                changed = self._drop_if_changed() if harmless and self._check_module else None
                 if changed is not None:
                     return self._missed(request, changed)
                 harmless = harmless and not entry.written
@@ -371,6 +373,10 @@ class GraphedForward(GraphStore):
         if not self._plans or request.plan is not self._plans[0]:
             self._plan(entry, request)
         return Replayed(result)
+
+    def _can_do_over(self, entry: Entry) -> bool:
+        """Whether a call can run eagerly after its replay, as if that had not been."""
+        return entry.repeatable and not self.pool.lends
 
     def _plan(self, entry: Entry, request: Request) -> None:
         """Has calls like this one be compared with it first."""

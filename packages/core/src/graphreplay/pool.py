@@ -24,6 +24,9 @@ class GraphPool:
         self.ranks: list[int] | None = None
         self.backend: Any = None
         """What the backend keeps here: its pool handle, its capture stream, who ran last."""
+        self.lends = False
+        """Whether callers may hold memory of graphs, which any replay may overwrite: from then on nothing can run
+        eagerly that has been replayed, since its kwargs may be gone."""
 
     def bind(self, device: torch.device, ranks: list[int] | None = None) -> None:
         """Ties the pool to a device, and to the ranks of a group.

@@ -22,6 +22,7 @@ _TOPICS = [
         "hidden",
         "keys",
         "life",
+        "options",
         "random",
         "refusal",
         "replay",
@@ -39,6 +40,7 @@ from graphreplay.testing.contract_faults import FaultContract  # noqa: E402
 from graphreplay.testing.contract_hidden import HiddenContract  # noqa: E402
 from graphreplay.testing.contract_keys import KeyContract  # noqa: E402
 from graphreplay.testing.contract_life import LifeContract  # noqa: E402
+from graphreplay.testing.contract_options import OptionsContract  # noqa: E402
 from graphreplay.testing.contract_random import RandomContract  # noqa: E402
 from graphreplay.testing.contract_refusal import RefusalContract  # noqa: E402
 from graphreplay.testing.contract_replay import ReplayContract  # noqa: E402
@@ -59,6 +61,7 @@ class BackendContract(
     RandomContract,
     LifeContract,
     SurfaceContract,
+    OptionsContract,
     VerifyContract,
 ):
     """Every contract test."""
