@@ -2,12 +2,15 @@
 
 import functools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from graphreplay import ReferenceGraphedForward
 from graphreplay.attributes import StatefulForwardError, attributes_kept
 from graphreplay.weights import ModuleWatch, modules_behind
 
@@ -172,3 +175,284 @@ def test_modules_behind_a_forward():
     assert modules_behind(lambda x: model(x) + default["m"](x)) == [model]
     assert modules_behind(lambda x, m=other: m(x)) == [other]
     assert modules_behind([].append) == []
+
+
+# --------------------------------------------------------------------- a look after one that found nothing
+
+
+class Watched(nn.Module):
+    """Something of each kind that a watch looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.inner[0].weight
+        self.bare = nn.Identity()  # without weights, submodules or hooks
+        self.mask = torch.ones(2)  # a tensor that is no buffer
+        self.nested = ReferenceGraphedForward(nn.Linear(2, 2), device="cpu")
+        self.number, self.list = 1, [1]
+        self.hook = self.inner.register_forward_hook(no_hook)
+        self.inner.register_forward_hook(another_hook)
+        self.eval()
+
+    def forward(self, x):
+        return self.bare(self.tied(self.inner(x)) * self.mask) + self.nested.module(x) * self.number
+
+
+class Other(Watched):
+    def forward(self, x):
+        return x
+
+
+def no_hook(*_):
+    return None
+
+
+def another_hook(*_):
+    return None
+
+
+def new(tensor):
+    return nn.Parameter(tensor.detach() * 2)
+
+
+CHANGES = {
+    "parameter": lambda m: setattr(m.inner[0], "weight", new(m.inner[0].weight)),
+    "parameter in its dict": lambda m: m.inner[0]._parameters.update(bias=new(m.inner[0].bias)),
+    "parameter over the same memory": lambda m: setattr(m.inner[0], "bias", nn.Parameter(m.inner[0].bias.data)),
+    "parameter set to None": lambda m: setattr(m.inner[0], "bias", None),
+    "parameter deleted": lambda m: delattr(m.inner[0], "bias"),
+    "first parameter": lambda m: m.bare.register_parameter("scale", nn.Parameter(torch.ones(2))),
+    "buffer": lambda m: setattr(m.inner[1], "running_mean", torch.full((2,), 3.0)),
+    "buffer in its dict": lambda m: m.inner[1]._buffers.update(running_var=torch.full((2,), 3.0)),
+    "first buffer": lambda m: m.bare.register_buffer("scale", torch.ones(2)),
+    "submodule": lambda m: setattr(m, "inner", nn.Identity()),
+    "submodule in its dict": lambda m: m.inner._modules.update({"0": nn.Linear(2, 2)}),
+    "submodule appended": lambda m: m.inner.append(nn.Tanh()),
+    "submodule deleted": lambda m: m.inner.pop(1),
+    "first submodule": lambda m: m.bare.add_module("deeper", nn.Tanh()),
+    "order of submodules": lambda m: m.inner._modules.update({"0": m.inner._modules.pop("0")}),
+    "first forward hook": lambda m: m.bare.register_forward_hook(no_hook),
+    "forward hook": lambda m: m.inner.register_forward_hook(no_hook),
+    "forward pre-hook": lambda m: m.inner.register_forward_pre_hook(no_hook),
+    "backward hook": lambda m: m.inner.register_full_backward_hook(no_hook),
+    "backward pre-hook": lambda m: m.inner.register_full_backward_pre_hook(no_hook),
+    "order of hooks": lambda m: m.inner._forward_hooks.move_to_end(next(iter(m.inner._forward_hooks))),
+    "hook removed": lambda m: m.hook.remove(),
+    "hooks cleared": lambda m: m.inner._forward_hooks.clear(),
+    "dict of hooks": lambda m: setattr(m.inner, "_forward_hooks", OrderedDict()),
+    "dict of first hooks": lambda m: setattr(m.bare, "_forward_pre_hooks", OrderedDict({1: no_hook})),
+    "dict of parameters": lambda m: setattr(m.tied, "_parameters", {k: new(v) for k, v in m.tied._parameters.items()}),
+    "dict of buffers": lambda m: setattr(m.inner[1], "_buffers", dict(m.inner[1]._buffers)),
+    "dict of submodules": lambda m: setattr(m, "_modules", {**m._modules, "bare": nn.Tanh()}),
+    "training": lambda m: m.train(),
+    "training of a submodule": lambda m: m.inner[1].train(),
+    "training as an attribute": lambda m: m.bare.__dict__.update(training=True),
+    "own forward": lambda m: setattr(m, "forward", lambda x: x),
+    "own forward of a submodule": lambda m: setattr(m.bare, "forward", lambda x: x * 2),
+    "class": lambda m: setattr(m, "__class__", Other),
+    "class of a submodule": lambda m: setattr(m.bare, "__class__", nn.Tanh),
+    "moved": lambda m: setattr(m.inner[0].weight, "data", m.inner[0].weight.data.clone()),
+    "moved buffer": lambda m: m.inner[1].running_mean.set_(torch.ones(2).untyped_storage()),
+    "transposed": lambda m: setattr(m.inner[0].weight, "data", m.inner[0].weight.data.t()),
+    "transposed in place": lambda m: torch.no_grad()(m.inner[0].weight.t_)(),
+    "shape": lambda m: setattr(m.tied.bias, "data", m.tied.bias.data[None]),
+    "dtype": lambda m: setattr(m.tied.bias, "data", m.tied.bias.data.view(torch.int32).view(torch.float32).half()),
+    "requires_grad": lambda m: m.tied.bias.requires_grad_(False),
+    "requires_grad of a buffer": lambda m: m.inner[1].running_mean.requires_grad_(),
+    "tied weight untied": lambda m: setattr(m.tied, "weight", nn.Parameter(m.tied.weight.data)),
+    "weight tied": lambda m: setattr(m.tied, "bias", m.inner[0].bias),
+    "tensor among the attributes": lambda m: setattr(m, "mask", torch.ones(2)),
+    "tensor among the attributes deleted": lambda m: delattr(m, "mask"),
+    "graphed forward among the attributes": lambda m: setattr(m, "nested", m.nested.module),
+    "weight behind a graphed forward": lambda m: setattr(m.nested.module, "bias", new(m.nested.module.bias)),
+    "moved behind a graphed forward": lambda m: setattr(m.nested.module.weight, "data", torch.ones(2, 2)),
+}
+IRRELEVANT = {
+    "number": lambda m: setattr(m, "number", 2),
+    "new attribute": lambda m: setattr(m, "name", "a"),
+    "attribute deleted": lambda m: delattr(m, "number"),
+    "attribute of a submodule": lambda m: setattr(m.inner[0], "note", object()),
+    "list": lambda m: m.list.append(2),
+    "weight set to itself": lambda m: setattr(m.inner[0], "weight", m.inner[0].weight),
+    "training set to itself": lambda m: m.eval(),
+    "hook added and removed": lambda m: m.inner.register_forward_hook(no_hook).remove(),
+    "updated in place": lambda m: m.inner[0].weight.data.mul_(2),
+    "gradients": lambda m: m(torch.ones(3, 2)).sum().backward(),
+    "load_state_dict": lambda m: m.load_state_dict(m.state_dict()),
+    "moved to where it is": lambda m: m.to("cpu"),
+}
+
+
+def watched(forward):
+    """A watch whose next look will be a quick one."""
+    watch = ModuleWatch(forward)
+    assert not watch._untouched()
+    assert watch.changed() is None
+    assert watch._untouched()
+    assert watch.changed() is None
+    return watch
+
+
+def in_closure(model):
+    return lambda *, x: model(x)
+
+
+@pytest.mark.parametrize("behind", [lambda m: m, lambda m: m.forward, in_closure], ids=["module", "method", "closure"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_is_noticed_after_a_quick_look(change, behind):
+    model = Watched()
+    watch = watched(behind(model))
+    CHANGES[change](model)
+    assert not watch._untouched()
+    assert watch.changed() is not None
+
+
+@pytest.mark.parametrize("change", IRRELEVANT)
+def test_what_does_not_matter_is_no_change_and_the_next_look_is_quick_again(change):
+    model = Watched()
+    watch = watched(model)
+    IRRELEVANT[change](model)
+    assert watch.changed() is None
+    assert watch._untouched()
+
+
+@pytest.mark.parametrize("change", IRRELEVANT)
+@pytest.mark.parametrize("check", [True, False])
+def test_what_does_not_matter_drops_no_graphs(change, check):
+    model = Watched().eval()
+    graphed = ReferenceGraphedForward(model, device="cpu", check_module=check)
+    for _ in range(3):
+        with torch.no_grad():
+            graphed(x=torch.ones(3, 2))
+    IRRELEVANT[change](model)
+    with torch.no_grad():
+        graphed(x=torch.ones(3, 2))
+    assert (graphed.captures, graphed.stats()["replays"]) == (1, 3)
+
+
+def test_another_module_in_the_closure_is_noticed_after_a_quick_look():
+    model, other = Model(), Model()
+    watch = watched(lambda *, x: model(x))
+    model = other
+    assert "weights or submodules" in (watch.changed() or "")
+
+
+def test_the_module_of_a_graphed_forward_is_noticed_after_a_quick_look():
+    graphed = ReferenceGraphedForward(Model(), device="cpu")
+    watch = watched(graphed)
+    graphed.module = Model()
+    assert "weights or submodules" in (watch.changed() or "")
+
+
+def test_a_global_hook_is_noticed_after_a_quick_look():
+    watch = watched(Model())
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(no_hook)
+    try:
+        assert "hooks" in (watch.changed() or "")
+    finally:
+        handle.remove()
+    assert watch.changed() is None
+
+
+def test_a_tensor_added_after_a_quick_look_is_watched():
+    watch, tensor = watched(Model()), torch.ones(2)
+    watch.add("of a closure", tensor)
+    assert watch.changed() is None
+    assert watch._untouched()
+    tensor.data = torch.ones(2)
+    assert "of a closure" in (watch.changed() or "")
+
+
+def test_a_quick_look_in_another_mode_of_the_thread_is_no_change():
+    watch = watched(Model())
+    for mode in (torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu")):
+        for _ in range(2):
+            with mode():
+                assert watch.changed() is None
+            assert watch.changed() is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(3, 2))])
+def test_torchscript_modules_are_always_looked_at_closely(make):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    scripted = make(model)
+    watch = ModuleWatch(scripted)
+    for _ in range(3):
+        assert watch.changed() is None
+        assert not watch._untouched()
+    dict(scripted.named_parameters())["0.bias"].data = torch.ones(2)
+    assert "0.bias" in (watch.changed() or "")
+    watch = ModuleWatch(scripted)
+    assert watch.changed() is None
+    scripted.train()
+    assert "training" in (watch.changed() or "")
+
+
+def test_lazy_modules_are_looked_at_closely_until_they_are_initialized():
+    model = nn.Sequential(nn.LazyLinear(2))
+    watch = ModuleWatch(model)
+    for _ in range(3):
+        assert watch.changed() is None
+        assert not watch._untouched()
+    model(torch.ones(3, 2))
+    assert "was initialized" in (watch.changed() or "")
+    watched(model)
+
+
+def test_modules_without_tensors_are_looked_at_closely():
+    model = nn.Sequential(nn.ReLU())
+    watch = ModuleWatch(model)
+    for _ in range(3):
+        assert watch.changed() is None
+    model.append(nn.Tanh())
+    assert watch.changed() is not None
+
+
+STEPS = {
+    name: change
+    for name, change in (CHANGES | IRRELEVANT).items()
+    if name
+    not in (
+        "parameter deleted",
+        "parameter set to None",
+        "buffer in its dict",
+        "tensor among the attributes deleted",
+        "attribute deleted",
+        "submodule",
+        "submodule deleted",
+        "order of submodules",
+        "order of hooks",
+        "class",
+        "dtype",
+        "shape",
+        "first parameter",
+        "first buffer",
+        "first submodule",
+        "graphed forward among the attributes",
+        "backward hook",
+        "backward pre-hook",
+        "gradients",
+        "own forward",
+        "moved behind a graphed forward",
+        "requires_grad of a buffer",
+    )
+}
+"""Those that may follow each other in any order, any number of times."""
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(1, 3)), max_size=6), st.booleans())
+def test_calls_between_changes_are_as_eager(steps, lent):
+    model = Watched()
+    with torch.no_grad():
+        model.inner[0].weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        graphed = ReferenceGraphedForward(model, device="cpu", clone_outputs=not lent)
+        for turn, (step, calls) in enumerate([("number", 3), *steps]):
+            if step != "number":  # which a wrapper does not see
+                STEPS[step](model)
+            for call in range(calls):
+                x = torch.full((3, 2), 1.0 + turn + call)
+                assert torch.equal(graphed(x=x), model(x)), f"{step}, call {call}"
+    assert graphed.enabled

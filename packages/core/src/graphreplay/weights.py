@@ -50,11 +50,16 @@ class _Seen:
     """What modules were like when they were looked at closely, in a form that is soon compared."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]], modules: Sequence[nn.Module]
+        self,
+        tensors: Sequence[Tensor],
+        dicts: Sequence[dict[str, Any]],
+        hooks: Sequence[dict[Any, Any]],
+        modules: Sequence[nn.Module],
     ) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self.look_alike = looks_of(self.tensors)
         self.versions = list(map(_version, dicts))
+        self.orders = list(map(tuple, hooks))  # OrderedDicts, whose order is no part of the version
         self.classes = list(map(type, modules))
 
 
@@ -145,7 +150,7 @@ class ModuleWatch:
                 return f"the module has other {what} than at capture"
         # What tensors look like depends on modes of the thread: those of this call will mostly be those of the next.
         seeable = self._seeable and self._tensors and not self._lazy
-        self._seen = _Seen(self._tensors, self._dicts, self._bare) if seeable else None
+        self._seen = _Seen(self._tensors, self._dicts, self._hooks, self._bare) if seeable else None
         return None
 
     def _untouched(self) -> bool:
@@ -156,6 +161,7 @@ class ModuleWatch:
             and seen.look_alike(*seen.tensors)
             and list(map(Tensor.data_ptr, self._tensors)) == self._places[0]
             and list(map(_version, self._dicts)) == seen.versions
+            and list(map(tuple, self._hooks)) == seen.orders
             and list(map(type, self._bare)) == seen.classes
             and not any(self._empty)
             and (isinstance(self._forward, nn.Module) or _same(modules_behind(self._forward), self._roots))
