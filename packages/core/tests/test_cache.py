@@ -195,6 +195,68 @@ def test_eviction_by_hand_and_clearing_take_pins_too_and_are_no_evictions():
     assert cache.get("a") == "again"
 
 
+class CountingKey:
+    """Counts how often it is hashed."""
+
+    hashed = 0
+
+    def __hash__(self):
+        self.hashed += 1
+        return 7
+
+
+def test_the_newest_value_is_found_with_one_look_and_stays_the_newest():
+    cache = LRUCache(3, None, lambda value: None)
+    keys = [CountingKey() for _ in range(3)]
+    for key in keys:
+        cache.put(key, key, 1)
+        key.hashed = 0
+        for turn in range(1, 4):
+            assert cache.get(key) is key
+            assert key.hashed == turn
+        cache.check_valid()
+    assert list(cache) == keys
+    assert cache.get(keys[0]) is keys[0]
+    assert list(cache) == [keys[1], keys[2], keys[0]]
+    keys[0].hashed = 0
+    assert cache.get(keys[0]) is keys[0]
+    assert keys[0].hashed == 1
+
+
+@pytest.mark.parametrize("gone", ["newest", "another", "all"])
+def test_what_is_the_newest_after_a_value_left(gone):
+    cache, _ = filled(max_entries=3)
+    assert cache.get("b") == "B"  # a c b
+    if gone == "all":
+        cache.clear()
+        cache.put("b", "again", 1)
+        assert (cache.get("b"), cache.get("a"), list(cache)) == ("again", None, ["b"])
+        return
+    cache.evict("b" if gone == "newest" else "a")
+    left = ["a", "c"] if gone == "newest" else ["c", "b"]
+    assert list(cache) == left
+    for key in (left[0], left[0], left[1], left[0]):
+        assert cache.get(key) == key.upper()
+        assert list(cache)[-1] == key
+        cache.check_valid()
+    cache.put("n", "N", 1)
+    cache.put("m", "M", 1)
+    assert list(cache) == [left[0], "n", "m"]
+    cache.check_valid()
+
+
+def test_a_pin_makes_nothing_the_newest():
+    cache, left = filled(max_entries=3)
+    assert cache.get("b") == "B"
+    cache.pin("a")
+    cache.unpin("a")
+    assert list(cache) == ["a", "c", "b"]
+    cache.put("n", "N", 1)
+    assert left == ["A"]
+    assert cache.get("b") == "B"
+    assert list(cache) == ["c", "n", "b"]
+
+
 def test_a_key_is_put_once():
     cache, left = filled()
     with pytest.raises(KeyError, match="in the cache already"):

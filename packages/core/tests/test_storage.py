@@ -1,13 +1,15 @@
 """Copies by storage: regions of tensors that share or overlap, alignment, and what is counted."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphreplay.storage import CopyPlan, byte_view, sharing_pattern, storage_ids
+from graphreplay.storage import CopyPlan, byte_view, layout, sharing_pattern, storage_ids
 from graphreplay.testing.compare import sharing, tensor_bytes
-from graphreplay.testing.recipes import DTYPES
+from graphreplay.testing.recipes import DTYPES, LAYOUTS, lay_out, shapes
 
 
 def clone(*tensors):
@@ -57,6 +59,68 @@ def test_a_region_keeps_its_alignment(offset, dtype):
     copy, again = clone(view, view[:])
     assert copy.data_ptr() % 16 == view.data_ptr() % 16
     assert again.data_ptr() == copy.data_ptr()
+
+
+def like(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
+
+
+@given(shapes(), st.sampled_from(DTYPES), st.sampled_from(LAYOUTS), st.permutations(range(4)))
+def test_memory_for_copies_has_the_strides_of_the_tensors(shape, dtype, how, order):
+    tensor = lay_out(shape, dtype, how, random.Random(3))
+    tensor = tensor.permute([dim for dim in order if dim < tensor.dim()])  # dense in any order of dimensions
+    plan = CopyPlan([tensor, torch.ones(2)])
+    gaps, overlaps = layout(tensor)
+    assert plan.is_simple == (tensor.numel() > 0 and not gaps and not overlaps)
+    copies = plan.allocate([tensor, torch.ones(2)])
+    assert like(copies[0]) == like(tensor)
+    assert not copies[0].requires_grad
+    clone(tensor)
+    if plan.is_simple:
+        assert like(torch.empty_like(tensor)) == like(tensor)
+        assert copies[0].untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=4))
+def test_odd_strides_of_dimensions_of_length_one_are_kept(dims):
+    """Whatever torch says of them, such a tensor is dense, and empty_like keeps its strides."""
+    shape, strides, reach = [], [], 1
+    for size, odd in dims:
+        shape.append(size)
+        strides.append(odd if size == 1 else reach)
+        reach *= size
+    tensor = torch.arange(float(reach)).as_strided(shape, strides)
+    plan = CopyPlan([tensor])
+    assert plan.is_simple
+    (copy,) = plan.allocate([tensor])
+    assert like(copy) == like(tensor)
+    clone(tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "simple"),
+    [
+        ([], True),
+        ([torch.ones(2), torch.ones(3, 2).t(), torch.ones(())], True),
+        ([torch.nn.Parameter(torch.ones(2))], True),
+        ([torch.ones(8)[2:5]], True),
+        ([torch.ones(2), torch.ones(0)], False),
+        ([torch.ones(8)[::2]], False),
+        ([torch.ones(1).expand(3)], False),
+        ([torch.ones(2).expand(3, 2)], False),
+        ([torch.ones(8)[:4], torch.ones(2)] * 2, False),
+        (list(torch.ones(8).split(4)), False),
+        ([torch.ones(2, dtype=torch.complex64).conj()], False),
+        ([torch.ones(2, dtype=torch.complex64).conj().imag], False),
+    ],
+)
+def test_which_plans_are_simple(tensors, simple):
+    plan = CopyPlan(tensors)
+    assert plan.is_simple is simple
+    assert list(map(like, plan.allocate(tensors)))[: len(tensors)] == [
+        (*like(tensor)[:4], *((False, False) if not plan.has_regions else like(tensor)[4:])) for tensor in tensors
+    ]
+    clone(*tensors)
 
 
 def test_an_empty_view_before_others_does_not_move_them():

@@ -1,7 +1,8 @@
 """Trees: what is walked, in which order, and what is refused, by its path."""
 
 import sys
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, is_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given
 from torch import Tensor
 
 from graphreplay import UnsupportedLeafError, clone_static, copy_into, kwargs_signature
-from graphreplay.testing.compare import NoOperators, same_structure, same_value, tensor_leaves
-from graphreplay.testing.samples import NAMESPACE, OPAQUE, VALUES, Color, Output, PackedLayout, Pair, Part, Point
+from graphreplay.testing.compare import NoOperators, children, same_structure, same_value, tensor_leaves
+from graphreplay.testing.samples import NAMESPACE, OPAQUE, VALUES, Color, Output, PackedLayout, Pair, Part, Point, Word
 from graphreplay.testing.strategies import kwargs_trees, opaque_trees
-from graphreplay.tree import replace_tensors, tensors, walk
+from graphreplay.tree import rebuilder, replace_tensors, tensors, walk
 
 READERS = {"kwargs_signature": kwargs_signature, "clone_static": clone_static, "walk": lambda tree: list(walk(tree))}
 each_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
@@ -39,6 +40,83 @@ def test_walk_tensors_and_replace_tensors_agree_on_the_order(tree):
     assert [id(leaf) for leaf in tensors(rebuilt)] == [id(leaf) for leaf in fresh]
     kept = replace_tensors(rebuilt, iter(leaves))
     assert same_structure(kept, tree, values=True, order=True)
+
+
+def same_objects(one, other):
+    """Whether trees are equal by exact types, names in order, and the very leaves; containers are not the same."""
+    assert type(one) is type(other)
+    inside, others = children(one), children(other)
+    if not inside and not others and not isinstance(one, dict | list | tuple):
+        assert one is other
+        return
+    assert [(type(name), name) for name, _ in inside] == [(type(name), name) for name, _ in others]
+    for (_, a), (_, b) in zip(inside, others, strict=True):
+        same_objects(a, b)
+
+
+def check_rebuilder(tree):
+    count = len(tensors(tree))
+    build = rebuilder(tree)
+    for turn in range(2):
+        fresh = [torch.tensor(turn * count + position) for position in range(count)]
+        rebuilt = build(fresh)
+        same_objects(rebuilt, replace_tensors(tree, iter(fresh), share_records=False))
+        if isinstance(tree, dict | list) or (children(tree) and is_dataclass(tree)):
+            assert rebuilt is not tree
+            assert rebuilt is not fresh
+    return build
+
+
+@given(kwargs_trees())
+def test_a_rebuilder_does_as_replace_tensors(tree):
+    check_rebuilder(tree)
+    for value in tree.values():
+        check_rebuilder(value)
+
+
+TENSOR = torch.ones(2)
+FLAT = {
+    "a tensor": TENSOR,
+    "a parameter": torch.nn.Parameter(torch.ones(2)),
+    "a list": [TENSOR, torch.zeros(1)],
+    "a tuple": (TENSOR, torch.zeros(1), TENSOR),
+    "a list of parameters": [torch.nn.Parameter(torch.ones(2)), TENSOR],
+    "a dict": {"a": TENSOR, "b": torch.zeros(1)},
+    "a dict in another order than its names": {"b": TENSOR, "a": torch.zeros(1)},
+    "a dict with other names": {"b": TENSOR, 1: torch.zeros(1), None: 2, 0: TENSOR},
+    "a dict with a str enum as name": {"b": TENSOR, Word.A: torch.zeros(1)},
+    "an OrderedDict": OrderedDict(b=TENSOR, a=torch.zeros(1)),
+    "a named tuple": Point(TENSOR, torch.zeros(1)),
+    "a size": torch.Size([1, 2]),
+    "a structure of torch": torch.ones(2, 3).max(0),
+    "a dataclass": Pair(TENSOR, torch.zeros(1)),
+    "a record without tensors": PackedLayout(2),
+    "a mapping dataclass": Output(second=TENSOR),
+    "with a value": [TENSOR, 1, (None, {"z": TENSOR, "a": 2.0})],
+    "an empty list": [],
+    "an empty tuple": (),
+    "an empty dict": {},
+    "None": None,
+    "a number": 3,
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_rebuilder_of_what_forwards_return(name):
+    tree = FLAT[name]
+    check_rebuilder(tree)
+    check_rebuilder({"x": tree})
+    check_rebuilder([tree, TENSOR])
+
+
+def test_containers_that_a_rebuilder_made_are_nobody_elses():
+    for tree in ([TENSOR], {"a": TENSOR}, {"a": [TENSOR]}, {"b": TENSOR, "a": TENSOR}):
+        leaves = tensors(tree)
+        build = rebuilder(tree)
+        first = build(leaves)
+        first.clear()
+        assert same_structure(build(leaves), tree, values=True, order=True)
+        assert len(leaves) == len(tensors(tree))
 
 
 @each_reader
