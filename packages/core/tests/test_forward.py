@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,3 +332,58 @@ def test_prepare_inside_another_capture_does_nothing():
     # The call's own run is no capture; its warm-ups and its capture are.
     assert prepared == [True, False, False, False]
     assert (outer.captures, outer.stats()["replays"], inner.captures) == (1, 1, 1)
+
+
+MOVES = {
+    "smaller": lambda weight: setattr(weight, "data", torch.full((2,), 7.0)),
+    "another dtype": lambda weight: setattr(weight, "data", weight.data.half()),
+    "other strides": lambda weight: setattr(weight, "data", weight.data.view(4, 2)),
+    "resized": lambda weight: weight.set_(torch.full((3,), 7.0)),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("move", MOVES)
+def test_memory_for_outputs_is_what_the_graph_writes_though_a_weight_among_them_moves(move, check):
+    """A device graph copies as many bytes as at its capture, whatever has become of the weight since."""
+    sizes = []
+
+    class Noted(ReferenceGraphedForward):
+        def _capture_graph(self, forward):
+            graph, outputs = super()._capture_graph(forward)
+            staging = graph.staging
+
+            def noted(inputs, static_outputs):
+                launch, wanted = staging(inputs, static_outputs), [look(tensor) for tensor in static_outputs]
+
+                def noting(inputs, addresses, outputs):
+                    sizes.append([look(tensor) for tensor in outputs] == wanted)
+                    launch(inputs, addresses, outputs)
+
+                return noting
+
+            graph = SimpleNamespace(nbytes=graph.nbytes, reset=graph.reset, staging=noted)
+            return graph, outputs
+
+    def look(tensor):
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    class Returning(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.arange(8.0))
+
+        def forward(self, x):
+            return x + 1, self.weight
+
+    module = Returning()
+    before = module.weight.detach().clone()
+    graphed = Noted(module, device="cpu", check_module=check)
+    with torch.no_grad():
+        for _ in range(3):
+            graphed(x=torch.ones(2))
+        MOVES[move](module.weight)
+        outputs = graphed(x=torch.ones(2))
+    assert_same(outputs, (torch.full((2,), 2.0), module.weight if check else before))
+    assert sizes == [True] * 3
+    assert graphed.enabled

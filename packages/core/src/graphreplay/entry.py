@@ -90,6 +90,9 @@ class Entry:
         self._staging = CopyPlan(inputs)
         self._complex = any(tensor.is_complex() for tensor in inputs)
         self._write_back = CopyPlan([inputs[position] for position in written])
+        # As they are now: a weight among them may be moved, and the graph goes on writing, or reading, as much as ever.
+        aliases = {id(tensor): tensor.detach() for tensor in output_leaves}
+        output_leaves = [aliases[id(tensor)] for tensor in output_leaves]
         # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
         self._rebuild = rebuilder(replace_tensors(outputs, iter(output_leaves), share_records=False))
         check_rebuilt(self._rebuild(output_leaves), output_leaves, "output")
