@@ -117,7 +117,15 @@ def test_the_same_class_each_time():
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize(
     "argument",
-    [{"max_entries": 0}, {"max_entries": -1}, {"warmup_iters": 0}, {"capture_context": 3}, {"pool": 3}],
+    [
+        {"max_entries": 0},
+        {"max_entries": -1},
+        {"warmup_iters": 0},
+        {"capture_context": 3},
+        {"pool": 3},
+        {"check_module": None},
+        {"clone_outputs": 1},
+    ],
     ids=str,
 )
 def test_bad_arguments(reference, argument):
@@ -131,6 +139,29 @@ def test_other_arguments_of_the_core():
     assert GraphedForward(Scaled(), device="cpu", reference=True, pool=pool).pool is pool
     with pytest.raises(TypeError, match="max_graphs"):
         GraphedForward(Scaled(), device="cpu", max_graphs=3)
+
+
+def test_lent_outputs_and_unchecked_modules():
+    linear = nn.Linear(4, 4)
+    graphed = GraphedForward(linear, device="cpu", reference=True, clone_outputs=False, check_module=False)
+    with torch.inference_mode():
+        y = wanted = torch.ones(2, 4)
+        addresses = []
+        for _ in range(4):
+            y, wanted = graphed(input=y), linear(wanted)
+            assert torch.equal(y, wanted)
+            addresses.append(y.data_ptr())
+        assert len(set(addresses[1:])) == 1, "the memory of the graph"
+        before = linear(torch.ones(2, 4))
+        linear.bias.data = linear.bias.data + 1
+        assert torch.equal(graphed(input=torch.ones(2, 4)), before)
+        graphed.reset()
+        for _ in range(2):
+            assert torch.equal(graphed(input=torch.ones(2, 4)), linear(torch.ones(2, 4)))
+    assert graphed.captures == 2
+    plain = GraphedForward(linear, device="cpu", clone_outputs=False, check_module=False)
+    with torch.inference_mode():
+        assert torch.equal(plain(input=torch.ones(2, 4)), linear(torch.ones(2, 4)))
 
 
 def test_turned_off_by_argument_or_environment(monkeypatch):

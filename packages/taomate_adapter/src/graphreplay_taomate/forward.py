@@ -47,7 +47,8 @@ class GraphedForward(graphreplay.GraphedForward):
         capture_context: makes a further context manager around captures. It is entered before the memo is bypassed,
             and left after, so that it may replace the memo.
         reference: capture on a CPU too, by the reference backend, which is right and no faster than eager.
-        others: the other arguments of ``graphreplay.GraphedForward``, such as ``pool`` and ``max_bytes``.
+        others: the other arguments of ``graphreplay.GraphedForward``, such as ``pool``, ``check_module`` and
+            ``clone_outputs``.
 
     Raises:
         ConfigurationError: an argument is out of range (a ValueError).
