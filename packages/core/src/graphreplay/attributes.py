@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from types import FunctionType, MethodType, ModuleType
+from operator import is_
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ MAX_CONTAINERS = 20_000
 """How many containers and objects a snapshot looks into."""
 
 _MISSING = object()
-_OPAQUE = (BackendHooks, nn.Module, Tensor, torch.Generator, type, ModuleType, FunctionType, MethodType, Enum)
+_OPAQUE = (nn.Module, BackendHooks, Tensor, type, ModuleType, FunctionType, MethodType, Enum, torch.Generator)
+_LEAVES = frozenset({bool, int, float, str, NoneType, Tensor, nn.Parameter, FunctionType, torch.Generator})
+"""The types of most attributes; nothing is inside."""
 
 
 class StatefulForwardError(CaptureError):
@@ -44,11 +47,15 @@ class AttributeSnapshot:
                 seen.add(id(container))
                 self._kept.append((path, container, container.copy()))
                 named = container.items() if isinstance(container, dict) else (("", value) for value in container)
-                pending.extend((f"{path}.{key}".strip("."), inner) for key, value in named for inner in _inside(value))
+                for key, value in named:
+                    if type(value) not in _LEAVES:
+                        pending.extend((f"{path}.{key}".strip("."), inner) for inner in _inside(value))
 
     def changed(self) -> str | None:
         """The path of an attribute that is not as it was, or None. Setting one to the value it has is no change."""
         for path, container, was in self._kept:
+            if _untouched(container, was):
+                continue
             if isinstance(container, dict):
                 for key in was.keys() | container.keys():
                     if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
@@ -65,6 +72,8 @@ class AttributeSnapshot:
     def restore(self) -> None:
         """Puts everything back as it was."""
         for _, container, was in self._kept:
+            if _untouched(container, was):
+                continue
             if isinstance(container, dict):
                 # Key by key: another thread that reads an attribute meanwhile must find it.
                 for key in container.keys() - was.keys():
@@ -72,14 +81,14 @@ class AttributeSnapshot:
                 for key, value in was.items():
                     if container.get(key, _MISSING) is not value:
                         container[key] = value
-            elif len(container) != len(was) or any(a is not b for a, b in zip(container, was, strict=True)):
+            else:
                 container.clear()
                 container.update(was) if isinstance(container, set) else container.extend(was)
 
 
 @contextmanager
-def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Puts the attributes of the modules back as they were, and refuses a body that changed one.
+def attributes_kept(before: AttributeSnapshot) -> Iterator[None]:
+    """Puts attributes back as they were, and refuses a body that changed one.
 
     A forward that counts its calls, or keeps its last activation, does so in Python: a replay would skip that, and what
     it stored would be memory of the graph. Weights, buffers and submodules that are bound anew count as well.
@@ -87,7 +96,6 @@ def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     Raises:
         StatefulForwardError: the body ran and changed an attribute.
     """
-    before = AttributeSnapshot(modules)
     try:
         yield
         changed = before.changed()
@@ -98,6 +106,12 @@ def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
             f"the forward changes attribute {changed} of its module, which a replay would not do; "
             "make it a registered buffer and update it in place"
         )
+
+
+def _untouched(container: Any, was: Any) -> bool:
+    """Whether it holds the same objects in the same order."""
+    same = len(container) == len(was) and all(map(is_, container, was))
+    return same and (not isinstance(container, dict) or all(map(is_, container.values(), was.values())))
 
 
 def _inside(value: Any) -> Iterator[Any]:

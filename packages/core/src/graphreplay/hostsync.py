@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from graphreplay.errors import HostSyncError
-from graphreplay.opmode import OpMode, tensor_args, where_now
+from graphreplay.opmode import OpMode, argument_of, tensor_args, where_now
 
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -56,7 +57,7 @@ _MASK_DTYPES = (torch.bool, torch.uint8)
 def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
     """Whether the operator, with these arguments, makes the host wait for a device of this type: to learn a value or an
     output's shape, or to copy between host and device. On the CPU itself such copies cannot be told from others."""
-    name = op._schema.name
+    name = _name(op)
     if device_type != "cpu":
         given = tensor_args(args, kwargs)
         on_device = any(tensor.device.type == device_type for tensor in given)
@@ -76,21 +77,21 @@ def syncing_op(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], de
         is_fill = name != "aten::index" and len(masks) == 1 and len(args[1]) == 1 and args[2].dim() == 0
         return bool(masks) and not is_fill
     if name == "aten::histc":  # which looks for the bounds itself if they are the same
-        low, high = (_value_of(op, args, kwargs, bound) for bound in ("min", "max"))
+        low, high = (argument_of(op, args, kwargs, bound) for bound in ("min", "max"))
         return bool(low == high)
     if name == "aten::repeat_interleave":
         return op._overloadname in ("Tensor", "self_Tensor") and kwargs.get("output_size") is None
-    if _value_of(op, args, kwargs, "check_errors"):
-        return True
-    return name in _UNTAGGED or any(tag in op.tags for tag in _TAGS)
+    return _always_syncs(op) or bool(argument_of(op, args, kwargs, "check_errors"))
 
 
-def _value_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """An argument, or its default; None if the operator has none of this name."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    return None
+@cache
+def _always_syncs(op: OpOverload) -> bool:
+    return op._schema.name in _UNTAGGED or any(tag in op.tags for tag in _TAGS)
+
+
+@cache
+def _name(op: OpOverload) -> str:
+    return op._schema.name
 
 
 class _Allowed(threading.local):
@@ -121,7 +122,7 @@ class SyncRefusal(OpMode):
         if not _allowed.here and syncing_op(op, args, kwargs, self.device_type):
             self.on_sync(str(op))
         result = op(*args, **kwargs)
-        if any(tensor.is_nested for tensor in tensor_args((result,), {})):
+        if any(tensor.is_nested for tensor in tensor_args((result,))):
             self.on_sync(f"{op}, which makes a nested tensor with its sizes on the host,")
         return result
 

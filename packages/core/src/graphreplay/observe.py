@@ -134,7 +134,7 @@ class Recorder(OpMode):
                     self._snapshot.add(tensor)
 
     def _after_op(self, result: Any) -> None:
-        for tensor in _with_storage(tensor_args((result,), {})):
+        for tensor in _with_storage(tensor_args((result,))):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._static and storage not in self.outside:
                 self._note_inside(tensor)
@@ -216,7 +216,7 @@ class Observer(Recorder):
         if draws:
             self._default_generators.note()
             self._own_generators.note(generators)
-        if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
+        if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,))):
             raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
         self._after_op(result)
         return result
@@ -247,6 +247,6 @@ class Observer(Recorder):
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
 
 
-def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Sparse tensors among a forward's intermediates have none."""
-    return (tensor for tensor in tensors if tensor.layout is torch.strided)
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
