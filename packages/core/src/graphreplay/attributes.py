@@ -39,30 +39,29 @@ class AttributeSnapshot:
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._kept: list[tuple[str, Any, Any]] = []
+        self._empty: list[tuple[str, Any]] = []
+        """Those with nothing in them, as most of a module's are, so that one look at all of them is enough."""
         seen: set[int] = set()
         pending: deque[tuple[str, Any]] = deque((name, module.__dict__) for name, module in modules)
-        while pending and len(self._kept) < MAX_CONTAINERS:
+        while pending and len(self._kept) + len(self._empty) < MAX_CONTAINERS:
             path, container = pending.popleft()
-            if id(container) not in seen:
-                seen.add(id(container))
-                self._kept.append((path, container, container.copy()))
-                named = container.items() if isinstance(container, dict) else (("", value) for value in container)
-                for key, value in named:
-                    if type(value) not in _LEAVES:
-                        pending.extend((f"{path}.{key}".strip("."), inner) for inner in _inside(value))
-
-    def changed(self) -> str | None:
-        """The path of an attribute that is not as it was, or None. Setting one to the value it has is no change."""
-        for path, container, was in self._kept:
-            if _untouched(container, was):
+            if id(container) in seen:
                 continue
-            if isinstance(container, dict):
-                for key in was.keys() | container.keys():
-                    if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
-                        return f"{path}.{key}".strip(".")
-            elif len(container) != len(was) or not all(map(_same, container, was)):
-                return path
-        return None
+            seen.add(id(container))
+            if not container:
+                self._empty.append((path, container))
+                continue
+            self._kept.append((path, container, container.copy()))
+            named = container.items() if isinstance(container, dict) else (("", value) for value in container)
+            for key, value in named:
+                if type(value) not in _LEAVES:
+                    pending.extend((f"{path}.{key}".strip("."), inner) for inner in _inside(value))
+
+    def touched(self) -> list[tuple[str, Any, Any]]:
+        """The containers that hold other objects than they did: their paths, they, and what they held."""
+        filled: list[tuple[str, Any, Any]]
+        filled = [(path, held, {} if isinstance(held, dict) else ()) for path, held in self._empty if held]
+        return filled + [kept for kept in self._kept if not _untouched(kept[1], kept[2])]
 
     def values(self) -> Iterator[Any]:
         """Every value in them, as it was."""
@@ -71,9 +70,7 @@ class AttributeSnapshot:
 
     def restore(self) -> None:
         """Puts everything back as it was."""
-        for _, container, was in self._kept:
-            if _untouched(container, was):
-                continue
+        for _, container, was in self.touched():
             if isinstance(container, dict):
                 # Key by key: another thread that reads an attribute meanwhile must find it.
                 for key in container.keys() - was.keys():
@@ -84,6 +81,17 @@ class AttributeSnapshot:
             else:
                 container.clear()
                 container.update(was) if isinstance(container, set) else container.extend(was)
+
+    def changed(self) -> str | None:
+        """The path of an attribute that is not as it was, or None. Setting one to the value it has is no change."""
+        for path, container, was in self.touched():
+            if isinstance(container, dict):
+                for key in was.keys() | container.keys():
+                    if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
+                        return f"{path}.{key}".strip(".")
+            elif len(container) != len(was) or not all(map(_same, container, was)):
+                return path
+        return None
 
 
 @contextmanager
