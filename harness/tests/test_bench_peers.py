@@ -9,7 +9,7 @@ from torch import nn
 from graphreplay_harness import bench_call, bench_peers
 from graphreplay_harness.bench_call import Case, Module, make_kwargs
 from graphreplay_harness.bench_handmade import Call, SeedStyleWrapper, capture, cloned, leaves
-from graphreplay_harness.bench_peers import BARE, CONTENDERS, EAGER, LOOP, OURS_ALL, SEED
+from graphreplay_harness.bench_peers import BARE, CONTENDERS, EAGER, LOOP, OURS, OURS_ALL, SEED
 
 CPU = torch.device("cpu")
 ON_CPU = {EAGER, BARE, LOOP, SEED, *OURS_ALL}
