@@ -9,10 +9,10 @@ from torch import nn
 from graphreplay_harness import bench_call, bench_peers
 from graphreplay_harness.bench_call import Case, Module, make_kwargs
 from graphreplay_harness.bench_handmade import Call, SeedStyleWrapper, capture, cloned, leaves
-from graphreplay_harness.bench_peers import BARE, CONTENDERS, EAGER, LOOP, OURS, SEED, VERIFIED
+from graphreplay_harness.bench_peers import BARE, CONTENDERS, EAGER, LOOP, OURS, OURS_ALL, SEED
 
 CPU = torch.device("cpu")
-ON_CPU = {EAGER, BARE, LOOP, SEED, OURS, VERIFIED}
+ON_CPU = {EAGER, BARE, LOOP, SEED, *OURS_ALL}
 
 
 @pytest.fixture(autouse=True)

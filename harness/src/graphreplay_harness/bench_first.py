@@ -13,6 +13,7 @@ import torch
 
 import graphreplay.capture
 import graphreplay.forward
+import graphreplay.observe
 from graphreplay import GraphedForward, get_graphed_forward_cls
 from graphreplay_harness.bench_call import SHAPE, Module
 from graphreplay_harness.bench_clock import interleave, settle, whole_us
@@ -166,10 +167,10 @@ def steps_timed(graphed: GraphedForward) -> Iterator[dict[str, float]]:
 
         return timed
 
-    def block(step: str, make: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    def block(step: str, make: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
         @contextmanager
-        def timed() -> Iterator[None]:
-            with timing(step), make():
+        def timed(*args: Any) -> Iterator[None]:
+            with timing(step), make(*args):
                 yield
 
         return timed
@@ -180,7 +181,7 @@ def steps_timed(graphed: GraphedForward) -> Iterator[dict[str, float]]:
             (graphreplay.capture, "clone_static", call, CLONE),
             (graphreplay.capture, "Entry", call, ENTRY),
             (graphed, "_warmup_stream", block, WARM_UP),
-            (graphed, "_sync_probe", block, PROBED),
+            (graphreplay.observe.Observer, "watching", block, PROBED),
             (graphed, "_capture_graph", call, CAPTURE),
         ):
             patches.enter_context(patch.object(owner, name, wrap(step, getattr(owner, name))))

@@ -234,13 +234,13 @@ def test_a_forward_that_ends_its_wrapper_while_captured_leaves_no_graph(end):
 
     def forward(*, x):
         runs.append(1)
-        if len(runs) == 4:  # the capture, after the call's own run and two warm-ups
+        if len(runs) == 3:  # the capture, after the call's own run and a warm-up
             graphed.close() if end == "close" else graphed.disable("enough")
         return x * 2
 
     graphed = ReferenceGraphedForward(forward, device="cpu")
     assert_same(graphed(x=zoo.rows(2)), zoo.rows(2) * 2)
-    assert (len(runs), graphed.num_graphs) == (4, 0)
+    assert (len(runs), graphed.num_graphs) == (3, 0)
 
 
 def test_huge_integer_keys_are_names_like_others():
@@ -329,9 +329,28 @@ def test_prepare_inside_another_capture_does_nothing():
     outer = ReferenceGraphedForward(forward, device="cpu")
     for seed in range(2):
         assert_same(outer(x=zoo.rows(2, seed)), zoo.rows(2, seed) + 1)
-    # The call's own run is no capture; its warm-ups and its capture are.
-    assert prepared == [True, False, False, False]
+    # The call's own run is no capture; its warm-up and its capture are.
+    assert prepared == [True, False, False]
     assert (outer.captures, outer.stats()["replays"], inner.captures) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("warmup_iters", [1, 3])
+def test_how_many_forwards_a_capture_takes(warmup_iters):
+    """The first warm-up runs no compiled code, so that one forward more runs as the capture will: the call's own, or
+    one of ``prepare``."""
+    runs = []
+
+    def forward(*, x):
+        runs.append(torch._C._len_torch_dispatch_stack())
+        return x * 2
+
+    graphed = ReferenceGraphedForward(forward, device="cpu", warmup_iters=warmup_iters)
+    graphed(x=zoo.rows(2))
+    # One mode observes; one records, which is how the reference backend captures.
+    assert runs == [0, 1, *[0] * (warmup_iters - 1), 1]
+    runs.clear()
+    assert graphed.prepare(x=zoo.rows(3))
+    assert runs == [1, 1, *[0] * warmup_iters, 1]
 
 
 MOVES = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphreplay import ReferenceGraphedForward
-from graphreplay.attributes import StatefulForwardError, attributes_kept
+from graphreplay.attributes import AttributeSnapshot, StatefulForwardError, attributes_kept
 from graphreplay.weights import ModuleWatch, modules_behind
 
 
@@ -138,7 +138,10 @@ def test_attribute_changes_are_refused_and_undone(name):
     model = Model()
     model.empty, model.seen, model.queue = [], {0}, deque([0])
     before = state_of(model)
-    with pytest.raises(StatefulForwardError, match="attribute"), attributes_kept(list(model.named_modules())):
+    with (
+        pytest.raises(StatefulForwardError, match="attribute"),
+        attributes_kept(AttributeSnapshot(list(model.named_modules()))),
+    ):
         MUTATIONS[name](model)
     assert state_of(model) == before
 
@@ -146,7 +149,7 @@ def test_attribute_changes_are_refused_and_undone(name):
 def test_attributes_set_to_what_they_were_are_no_change():
     model = Model()
     model.length, model.shape = 1000, torch.Size([1000])
-    with attributes_kept(list(model.named_modules())):
+    with attributes_kept(AttributeSnapshot(list(model.named_modules()))):
         model.length, model.shape = int("1000"), torch.zeros(1000).shape
         model.list = model.list
 
@@ -160,7 +163,7 @@ def test_attributes_are_put_back_when_the_body_raises():
         model.list.append(3)
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"), attributes_kept(list(model.named_modules())):
+    with pytest.raises(KeyError, match="mine"), attributes_kept(AttributeSnapshot(list(model.named_modules()))):
         fail()
     assert state_of(model) == before
 

@@ -79,7 +79,7 @@ def test_warm_ups_run_on_the_captures_stream_between_what_comes_before_and_after
         return x + stream.work() * 0
 
     caller = Stream()
-    graphed = wrap(forward)
+    graphed = wrap(forward, warmup_iters=2)
     before = caller.work()
     with xpu_emulation.stream(caller):
         graphed(x=X)

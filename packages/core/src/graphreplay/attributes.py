@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from types import FunctionType, MethodType, ModuleType
+from operator import is_
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ MAX_CONTAINERS = 20_000
 """How many containers and objects a snapshot looks into."""
 
 _MISSING = object()
-_OPAQUE = (BackendHooks, nn.Module, Tensor, torch.Generator, type, ModuleType, FunctionType, MethodType, Enum)
+_OPAQUE = (nn.Module, BackendHooks, Tensor, type, ModuleType, FunctionType, MethodType, Enum, torch.Generator)
+_LEAVES = frozenset({bool, int, float, str, NoneType, Tensor, nn.Parameter, FunctionType, torch.Generator})
+"""The types of most attributes; nothing is inside."""
 
 
 class StatefulForwardError(CaptureError):
@@ -36,26 +39,29 @@ class AttributeSnapshot:
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._kept: list[tuple[str, Any, Any]] = []
+        self._empty: list[tuple[str, Any]] = []
+        """Those with nothing in them, as most of a module's are, so that one look at all of them is enough."""
         seen: set[int] = set()
         pending: deque[tuple[str, Any]] = deque((name, module.__dict__) for name, module in modules)
-        while pending and len(self._kept) < MAX_CONTAINERS:
+        while pending and len(self._kept) + len(self._empty) < MAX_CONTAINERS:
             path, container = pending.popleft()
-            if id(container) not in seen:
-                seen.add(id(container))
-                self._kept.append((path, container, container.copy()))
-                named = container.items() if isinstance(container, dict) else (("", value) for value in container)
-                pending.extend((f"{path}.{key}".strip("."), inner) for key, value in named for inner in _inside(value))
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            if not container:
+                self._empty.append((path, container))
+                continue
+            self._kept.append((path, container, container.copy()))
+            named = container.items() if isinstance(container, dict) else (("", value) for value in container)
+            for key, value in named:
+                if type(value) not in _LEAVES:
+                    pending.extend((f"{path}.{key}".strip("."), inner) for inner in _inside(value))
 
-    def changed(self) -> str | None:
-        """The path of an attribute that is not as it was, or None. Setting one to the value it has is no change."""
-        for path, container, was in self._kept:
-            if isinstance(container, dict):
-                for key in was.keys() | container.keys():
-                    if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
-                        return f"{path}.{key}".strip(".")
-            elif len(container) != len(was) or not all(map(_same, container, was)):
-                return path
-        return None
+    def touched(self) -> list[tuple[str, Any, Any]]:
+        """The containers that hold other objects than they did: their paths, they, and what they held."""
+        filled: list[tuple[str, Any, Any]]
+        filled = [(path, held, {} if isinstance(held, dict) else ()) for path, held in self._empty if held]
+        return filled + [kept for kept in self._kept if not _untouched(kept[1], kept[2])]
 
     def values(self) -> Iterator[Any]:
         """Every value in them, as it was."""
@@ -64,7 +70,7 @@ class AttributeSnapshot:
 
     def restore(self) -> None:
         """Puts everything back as it was."""
-        for _, container, was in self._kept:
+        for _, container, was in self.touched():
             if isinstance(container, dict):
                 # Key by key: another thread that reads an attribute meanwhile must find it.
                 for key in container.keys() - was.keys():
@@ -72,14 +78,25 @@ class AttributeSnapshot:
                 for key, value in was.items():
                     if container.get(key, _MISSING) is not value:
                         container[key] = value
-            elif len(container) != len(was) or any(a is not b for a, b in zip(container, was, strict=True)):
+            else:
                 container.clear()
                 container.update(was) if isinstance(container, set) else container.extend(was)
 
+    def changed(self) -> str | None:
+        """The path of an attribute that is not as it was, or None. Setting one to the value it has is no change."""
+        for path, container, was in self.touched():
+            if isinstance(container, dict):
+                for key in was.keys() | container.keys():
+                    if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
+                        return f"{path}.{key}".strip(".")
+            elif len(container) != len(was) or not all(map(_same, container, was)):
+                return path
+        return None
+
 
 @contextmanager
-def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Puts the attributes of the modules back as they were, and refuses a body that changed one.
+def attributes_kept(before: AttributeSnapshot) -> Iterator[None]:
+    """Puts attributes back as they were, and refuses a body that changed one.
 
     A forward that counts its calls, or keeps its last activation, does so in Python: a replay would skip that, and what
     it stored would be memory of the graph. Weights, buffers and submodules that are bound anew count as well.
@@ -87,7 +104,6 @@ def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     Raises:
         StatefulForwardError: the body ran and changed an attribute.
     """
-    before = AttributeSnapshot(modules)
     try:
         yield
         changed = before.changed()
@@ -98,6 +114,12 @@ def attributes_kept(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
             f"the forward changes attribute {changed} of its module, which a replay would not do; "
             "make it a registered buffer and update it in place"
         )
+
+
+def _untouched(container: Any, was: Any) -> bool:
+    """Whether it holds the same objects in the same order."""
+    same = len(container) == len(was) and all(map(is_, container, was))
+    return same and (not isinstance(container, dict) or all(map(is_, container.values(), was.values())))
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from graphreplay.attributes import StatefulForwardError, attributes_kept
+from graphreplay.attributes import AttributeSnapshot, StatefulForwardError, attributes_kept
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
 from graphreplay.hostrandom import HostRandom
@@ -166,7 +166,8 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     failure = ranks.agree(failure)
     if failure is not None:
         raise failure
-    observer, host_random = _observer(store, kwargs, watch, before), HostRandom(store.device)
+    attributes = AttributeSnapshot(watch.modules)
+    observer, host_random = _observer(store, kwargs, watch, attributes, before), HostRandom(store.device)
     compiler_was_loaded = compiler_is_loaded()
     try:
         with ExitStack() as quiet:
@@ -190,15 +191,23 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
         before.restore()
 
 
-def _observer(store: GraphStore, kwargs: Any, watch: ModuleWatch, snapshot: Snapshot) -> Observer:
+def _observer(
+    store: GraphStore, kwargs: Any, watch: ModuleWatch, attributes: AttributeSnapshot, snapshot: Snapshot
+) -> Observer:
     return Observer(
         store.device,
         storage_ids(tensors(kwargs)),
         snapshot,
-        generators=watch.generators(),
+        generators=watch.generators(attributes),
         ranks=store.peers.ranks,
         why_no_collectives=store.why_no_collectives,
     )
+
+
+def warm_ups(store: GraphStore, request: Request) -> int:
+    """How many forwards come before the capture of a request. The first one is observed, and runs no compiled code; so
+    one more has to run as the capture will, where the call's own has not done so."""
+    return store.warmup_iters + request.ahead
 
 
 def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alone) -> Entry:
@@ -221,7 +230,6 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     # CPU scalars are in the key by value: the graph may freeze them, and nothing is staged into them.
     inputs = [leaf for leaf in given if leaf.device == store.device]
     before = Snapshot(watch.buffers)
-    observer = _observer(store, static, watch, before)
     host_random = HostRandom(store.device)
 
     def check_containers(kwargs: Any) -> None:
@@ -243,12 +251,17 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     check_containers(static)  # the caller's own, as the eager forward left them
     ranks.begin()
     try:
-        with body_error_wins(store._capture_context), attributes_kept(watch.modules), watch.kept(given):
+        with ExitStack() as kept:
+            kept.enter_context(body_error_wins(store._capture_context))
+            attributes = AttributeSnapshot(watch.modules)  # which the context may have changed
+            observer = _observer(store, static, watch, attributes, before)
+            kept.enter_context(attributes_kept(attributes))
+            kept.enter_context(watch.kept(given))
             with store._warmup_stream():
                 first = "warm-up 1 under the host-sync probe"
                 with _Phase(first), store._sync_probe(), ranks.forward(first), observer.watching():
                     forward()
-                for iteration in range(1, store.warmup_iters):
+                for iteration in range(1, warm_ups(store, request)):
                     again = f"warm-up {iteration + 1}"
                     with _Phase(again), ranks.forward(again), observer.not_watching():
                         forward()
@@ -265,7 +278,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
         if not ranks.alone:
             with ExitStack() as kept:
                 kept.enter_context(suppress(StatefulForwardError))
-                kept.enter_context(attributes_kept(watch.modules))
+                kept.enter_context(attributes_kept(AttributeSnapshot(watch.modules)))
                 kept.enter_context(watch.kept(given))
                 kept.enter_context(store._warmup_stream())
                 kept.enter_context(Recorder(storage_ids(given), before))

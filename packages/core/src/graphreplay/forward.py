@@ -23,7 +23,15 @@ from torch.autograd import forward_ad
 from graphreplay.ambient import State, eager_only
 from graphreplay.arguments import check_arguments, check_deadline, check_flags, check_verify, parse_device
 from graphreplay.attributes import AttributeSnapshot
-from graphreplay.capture import body_error_wins, build_entry, capturing_here, describe, quiet_capture, rehearse
+from graphreplay.capture import (
+    body_error_wins,
+    build_entry,
+    capturing_here,
+    describe,
+    quiet_capture,
+    rehearse,
+    warm_ups,
+)
 from graphreplay.entry import Entry
 from graphreplay.errors import (
     CaptureError,
@@ -77,7 +85,8 @@ class GraphedForward(GraphStore):
         max_bytes: bytes to keep, as ``stats()`` counts them, or None for no such bound: static inputs, and what each
             capture added to the pool. What an evicted graph leaves in its pool serves later captures, and goes back to
             the device with the pool's last graph.
-        warmup_iters: forwards before a capture, at least 1; the first one runs under the host-sync probe.
+        warmup_iters: forwards before a capture beside the call's own, at least 1; the first one runs under the
+            host-sync probe. ``prepare``, which has no call of its own, runs one more.
         group: the process group whose collectives the forward runs. Its ranks build the wrapper alike and call it in
             the same order; they capture a shape together or not at all, over the store of torch.distributed.
         deadline: seconds that the ranks of a group wait for each other at each meeting of a capture: before its
@@ -112,7 +121,7 @@ class GraphedForward(GraphStore):
         device: torch.device | str,
         max_entries: int = 16,
         max_bytes: int | None = None,
-        warmup_iters: int = 2,
+        warmup_iters: int = 1,
         group: torch.distributed.ProcessGroup | None = None,
         deadline: float = 30.0,
         name: str | None = None,
@@ -483,7 +492,8 @@ class GraphedForward(GraphStore):
     def _ranks(self, request: Request, call: str) -> Alone:
         """Those who capture with this one."""
         holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
-        return self.peers.together(call, request.key, holds, self.warmup_iters, captures_run=self.captures_run)
+        count = warm_ups(self, request)
+        return self.peers.together(call, request.key, holds, count, captures_run=self.captures_run)
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1

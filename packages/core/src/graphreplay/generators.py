@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -204,7 +205,12 @@ class _Looking(OpMode):
 
 def may_draw(op: OpOverload, generators: Sequence[torch.Generator]) -> bool:
     """Whether an operator with these may draw random numbers; those of others may do anything."""
-    return bool(generators) or op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags
+    return bool(generators) or _draws(op)
+
+
+@cache
+def _draws(op: OpOverload) -> bool:
+    return op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:

@@ -14,8 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
 from graphreplay.errors import CaptureError, StateLostError
 from graphreplay.generators import DefaultGenerators, OwnGenerators, generator_id, generators_among, may_draw
+from graphreplay.hostsync import SyncProbe, probe_taken_over
 from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
+
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class Snapshot:
@@ -112,17 +115,17 @@ class Recorder(OpMode):
         self._inside: dict[int, StorageWeakRef] = {}
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._before_op(op, args, kwargs)
+        self._before_op(op, args, kwargs, tensor_args(args, kwargs))
         for generator in generators_among(args, kwargs):
             self._snapshot.add_generator(generator)
         result = op(*args, **kwargs)
-        self._after_op(result)
+        self._after_op(tensor_args((result,)))
         return result
 
-    def _before_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) in the forward: a constant of its code
+    def _before_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
+        if op is _LIFT_FRESH:  # torch.tensor(...) in the forward: a constant of its code
             self._note_inside(args[0])
-        for tensor in _with_storage(tensor_args(args, kwargs)):
+        for tensor in _with_storage(given):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._inside and storage not in self._static:
                 self.outside.setdefault(storage, tensor)
@@ -133,8 +136,8 @@ class Recorder(OpMode):
                 if storage not in self._static:
                     self._snapshot.add(tensor)
 
-    def _after_op(self, result: Any) -> None:
-        for tensor in _with_storage(tensor_args((result,), {})):
+    def _after_op(self, made: list[Tensor]) -> None:
+        for tensor in _with_storage(made):
             storage = tensor.untyped_storage()._cdata
             if storage not in self._static and storage not in self.outside:
                 self._note_inside(tensor)
@@ -174,14 +177,15 @@ class Observer(Recorder):
         self._ranks = ranks
         self._why_no_collectives = why_no_collectives
         self._leaves_more = False
+        self._probe: SyncProbe | None = None
         self._default_generators = DefaultGenerators(device)
         self._own_generators = OwnGenerators(device, generators, snapshot.set_generator)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Surrounds the forward."""
+        """Surrounds the forward, right inside the host-sync probe, if that is to look as well."""
         self._default_generators.begin()
-        with uncompiled(), self:
+        with uncompiled(), probe_taken_over() as self._probe, self:
             yield
         self._own_generators.end()
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
@@ -201,9 +205,11 @@ class Observer(Recorder):
         return not self._leaves_more and self.written <= self._static
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generators = generators_among(args, kwargs)
+        given, generators = tensor_args(args, kwargs), generators_among(args, kwargs)
+        if self._probe is not None:
+            self._probe.before(op, args, kwargs, given)
         self._own_generators.look(generators)
-        self._before_op(op, args, kwargs)
+        self._before_op(op, args, kwargs, given)
         if op.namespace in COLLECTIVES:
             self._check_group(op, args, kwargs)
         # Operators of others may do anything, and a generator of the forward's own steps.
@@ -216,9 +222,12 @@ class Observer(Recorder):
         if draws:
             self._default_generators.note()
             self._own_generators.note(generators)
-        if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in tensor_args((result,), {})):
+        made = tensor_args((result,))
+        if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in made):
             raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
-        self._after_op(result)
+        if self._probe is not None:
+            self._probe.after(op, made)
+        self._after_op(made)
         return result
 
     def _check_group(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -247,6 +256,6 @@ class Observer(Recorder):
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
 
 
-def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Sparse tensors among a forward's intermediates have none."""
-    return (tensor for tensor in tensors if tensor.layout is torch.strided)
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]

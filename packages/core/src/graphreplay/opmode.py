@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from graphreplay.collectives import written_by_collective
 from graphreplay.errors import CaptureError
@@ -24,6 +24,8 @@ _LIBRARIES = frozenset(
     {"torch", "graphreplay", "graphreplay_cuda", "graphreplay_xpu", "graphreplay_taomate", "contextlib"}
 )
 """Modules whose frames are no place in a user's forward."""
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class OpMode(TorchDispatchMode, ABC):
@@ -98,24 +100,61 @@ def _is_composite(op: OpOverload) -> bool:
     return has("CompositeImplicitAutograd") and not any(map(has, backends))
 
 
-def tensor_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def tensor_args(args: Iterable[Any], kwargs: Mapping[str, Any] = _NOTHING) -> list[Tensor]:
     """The tensors among an operator's arguments, lists of tensors included."""
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    # Each operator of an observed forward comes by several times, so this is no walk over trees of any kind.
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensor_args(value)
+        elif isinstance(value, dict):
+            found += tensor_args(value.values())
+    return found
 
 
-def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """Where the arguments of an operator are."""
+
+    positions: dict[str, int]
+    written: tuple[str, ...]
+    """Those that it writes."""
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, op: OpOverload) -> _Schema:
+        arguments = op._schema.arguments
+        written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        positions = {argument.name: position for position, argument in enumerate(arguments)}
+        return cls(positions, tuple(written), {argument.name: argument.default_value for argument in arguments})
+
+
+_schema = cache(_Schema.of)
+
+
+def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """An argument, or its default; None if the operator has none of this name."""
+    schema = _schema(op)
+    position = schema.positions.get(name)
+    if position is None:
+        return None
+    return args[position] if position < len(args) else kwargs.get(name, schema.defaults[name])
+
+
+def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that the operator writes: those of its schema, and the running statistics of normalization layers,
     which the schemas leave out."""
-    named = {}
-    for position, argument in enumerate(op._schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        named[argument.name] = value
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    schema = _schema(op)
+    written = tensor_args(argument_of(op, args, kwargs, name) for name in schema.written)
     if op.namespace == "c10d":  # whose schemas say nothing
-        yield from tensor_args(written_by_collective(op, args), {})
-    if named.get("training") or named.get("train") or named.get("use_input_stats"):
-        yield from (t for t in (named.get("running_mean"), named.get("running_var")) if isinstance(t, Tensor))
+        written += tensor_args(written_by_collective(op, args))
+    if "running_mean" in schema.positions and any(
+        argument_of(op, args, kwargs, flag) for flag in ("training", "train", "use_input_stats")
+    ):
+        written += tensor_args(argument_of(op, args, kwargs, name) for name in ("running_mean", "running_var"))
+    return written
 
 
 def where_now() -> str:

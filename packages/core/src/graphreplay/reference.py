@@ -38,10 +38,10 @@ class _Call:
         if self.op.namespace == "c10d":
             works.append(result[-1] if isinstance(result, tuple) else result)
         if self.op.namespace == "_c10d_functional":
-            for tensor in tensor_args((result,), {}):
+            for tensor in tensor_args((result,)):
                 torch.ops._c10d_functional.wait_tensor(tensor)
         if self.fresh:
-            tensors = tensor_args((result,), {})
+            tensors = tensor_args((result,))
             for position, storage in self.fresh:
                 storage.copy_(tensors[position].untyped_storage(), non_blocking=False)
 
@@ -102,7 +102,7 @@ class _Recorder(SyncRefusal):
             return result  # it only renames memory, which has happened once and for all
         known = {tensor.untyped_storage()._cdata for tensor in tensor_args(args, kwargs)}
         fresh = []
-        for position, tensor in enumerate(tensor_args((result,), {})):
+        for position, tensor in enumerate(tensor_args((result,))):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)

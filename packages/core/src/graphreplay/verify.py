@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphreplay.attributes import attributes_kept
+from graphreplay.attributes import AttributeSnapshot, attributes_kept
 from graphreplay.capture import describe, quiet_capture
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError
@@ -49,9 +49,9 @@ class EagerTwin:
             before = Snapshot(*entry.changes)
         given = [leaf for leaf in tensors(kwargs) if leaf.device == store.device]
         self._written = [given[position] for position in entry.written]
-        host_random = HostRandom(store.device)
+        host_random, attributes = HostRandom(store.device), AttributeSnapshot(watch.modules)
         try:
-            with quiet_capture(store.device), watch.kept(()), attributes_kept(watch.modules), host_random.watched():
+            with quiet_capture(store.device), watch.kept(()), attributes_kept(attributes), host_random.watched():
                 self.outputs = store.module(**kwargs)
                 with _Copying():
                     self._after = Snapshot(*entry.changes)

@@ -121,11 +121,11 @@ class ModuleWatch:
     def buffers(self) -> list[Tensor]:
         return [t for _, m in self.modules for t in m._buffers.values() if t is not None and _is_plain(t)]
 
-    def generators(self) -> list[torch.Generator]:
+    def generators(self, attributes: AttributeSnapshot) -> list[torch.Generator]:
         """The random generators among the attributes of the modules, and those that their forwards hold or name."""
-        attributes = [value for value in AttributeSnapshot(self.modules).values() if isinstance(value, torch.Generator)]
+        held = [value for value in attributes.values() if type(value) is torch.Generator]
         forwards = [self._forward, *(module.forward for module in self._bare)]
-        return [*attributes, *(found for forward in forwards for found in _behind(forward, torch.Generator))]
+        return [*held, *(found for forward in forwards for found in _behind(forward, torch.Generator))]
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self._tensors)

@@ -130,7 +130,7 @@ class CaptureContract(ContractBase):
     @pytest.mark.parametrize("run", [2, 3, 4])
     def test_failure_of_a_later_run_disables(self, run: int) -> None:
         # Run 1 is the call's own; 2 and 3 warm up, 4 is captured.
-        graphed = self.wrap(zoo.fails_in_call(run))
+        graphed = self.wrap(zoo.fails_in_call(run), warmup_iters=2)
         with torch.no_grad():
             for seed in range(3):
                 assert_same(graphed(x=self.x(seed=seed)), self.x(seed=seed) * 2)
@@ -153,7 +153,7 @@ class CaptureContract(ContractBase):
     def test_interrupt_reaches_the_caller_and_leaves_nothing_behind(self, run: int) -> None:
         counter = zoo.Counter().to(self.device)
         fails = zoo.fails_in_call(run, KeyboardInterrupt())
-        graphed = self.wrap(lambda *, x: fails(x=counter(x)[0]))
+        graphed = self.wrap(lambda *, x: fails(x=counter(x)[0]), warmup_iters=2)
         before = generator_states(self.device)
         with torch.no_grad():
             with pytest.raises(KeyboardInterrupt):
@@ -166,7 +166,7 @@ class CaptureContract(ContractBase):
         assert graphed.stats()["replays"] == 1
 
     def test_other_wrapper_captures_after_a_failure(self) -> None:
-        failing = self.wrap(zoo.fails_in_call(4))
+        failing = self.wrap(zoo.fails_in_call(3))
         syncing = self.wrap(lambda *, x: x * x.sum().item())
         twin = self.twin(_Everything())
         with torch.no_grad():
@@ -188,7 +188,7 @@ class CaptureContract(ContractBase):
         graphed = self.wrap(forward)
         with torch.no_grad():
             graphed(x=self.x())
-        assert seen == [True, False, False, False]
+        assert seen == [True, False, False], "the call's own, a warm-up, the capture"
         assert gc.isenabled()
         gc.disable()
         try:
@@ -300,7 +300,7 @@ class CaptureContract(ContractBase):
             yield
             depth.append("leave")
 
-        outer = self.wrap(lambda *, x: inner(x=x) + 1)
+        outer = self.wrap(lambda *, x: inner(x=x) + 1, warmup_iters=2)
         with torch.no_grad():
             for seed in range(4):
                 expected = inner.module(self.x(seed=seed)) + 1
