@@ -102,7 +102,7 @@ class GraphedForward(GraphStore):
             gave, and the wrapper is disabled with a reason that says what. Not for groups of several ranks.
         check_module: look at each replay whether weights, buffers, submodules, hooks and modes are those of the
             capture. False: the caller knows, and calls ``reset()`` after moving, replacing or switching any of them;
-            updating weights in place needs neither.
+            updating weights in place needs neither. Misses, ``prepare`` and compared replays look all the same.
         clone_outputs: hand outputs out in tensors that the caller owns. False: in the graph's own, which the next call
             of any wrapper on the pool overwrites, and which must not be changed; the caller's own all the same where
             the forward writes or returns its inputs. Passing them in again, as in ``y = graphed(x=y)``, is right.

@@ -50,6 +50,8 @@ class CUDAGraphedForward(GraphedForward):
         return capture(forward, self._pool_state)
 
     def _is_capturing(self) -> bool:
+        if self.device.type != "cuda":
+            return False  # and a torch that is built without CUDA cannot even be asked
         state = self.pool.backend
         return torch.cuda.is_current_stream_capturing() or (state is not None and state.blocked)
 
