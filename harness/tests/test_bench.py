@@ -95,7 +95,11 @@ def test_a_run_prints_and_writes_all_it_measured(capsys, monkeypatch, tmp_path):
 
 def test_dit(setting):
     result = bench_dit.run(setting, steps=1)
-    assert [block.title for block in result.blocks] == ["text encoder, one prompt", "teacher of 4 layers, 1 steps"]
+    assert [block.title for block in result.blocks] == [
+        "text encoder, one prompt",
+        "teacher of 4 layers, 1 steps",
+        "compute-bound, eight products of 64 rows",
+    ]
     for block in result.blocks:
         assert block.left_out == {}
         assert {measure: set(of) for measure, of in block.samples.items()} == {

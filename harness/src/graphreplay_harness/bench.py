@@ -2,7 +2,7 @@
 
 suites:
   call        a call of a module of 25 parameters: 1, 4, 15 and 64 tensors, flat and nested, one and eight outputs
-  dit         an audio teacher's nine steps per request, and a text encoder of six layers per prompt
+  dit         an audio teacher's nine steps per request, a text encoder of six layers, and a compute-bound forward
   first-call  the first call of a shape against an eager one, and the steps of its capture
   memory      what one more shape takes from the device
 

@@ -1,4 +1,5 @@
-"""The suite ``dit``: an audio teacher's nine steps per request, and a text encoder of six layers per prompt."""
+"""The suite ``dit``: an audio teacher's nine steps per request, a text encoder of six layers per prompt, and for
+contrast a forward that keeps the device busy for longer than the host needs to launch it."""
 
 from __future__ import annotations
 
@@ -24,6 +25,9 @@ REPEATS_EACH = 5
 """Calls of the suite ``call`` that one sample here stands for, since it takes that much longer."""
 
 ENCODER = "text encoder, one prompt"
+LARGE = "compute-bound, eight products of {rows} rows"
+LARGE_ROWS = 8192
+"""Rows and columns of the matrices on a GPU."""
 
 
 def run(setting: Setting, steps: int = STEPS) -> SuiteResult:
@@ -42,8 +46,19 @@ def run(setting: Setting, steps: int = STEPS) -> SuiteResult:
             _request(models, request, steps),
             setting,
         ),
+        _large(setting),
     ]
     return SuiteResult("dit", blocks, targets(blocks))
+
+
+def _large(setting: Setting) -> Block:
+    device = setting.device
+    size = LARGE_ROWS if device.type == "cuda" else 64
+    options: dict[str, Any] = {"device": device, "dtype": dtype_on(device)}
+    layers = [torch.nn.Linear(size, size, **options) for _ in range(8)]
+    module = torch.nn.Sequential(*layers).eval().requires_grad_(False)
+    example = Call.of({"input": torch.randn(size, size, **options)})
+    return _measure(LARGE.format(rows=size), module, example, lambda forward: forward(**example.kwargs), setting)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -113,7 +128,7 @@ def _by_keywords(contender: peers.Contender) -> Callable[..., Any]:
 
 
 def targets(blocks: Sequence[Block]) -> list[Target]:
-    """Of the teacher; the encoder has none."""
+    """Of the teacher; the others have none."""
     return [
         Target(
             f"dit, {block.title}: ours / bare replay, start to result",
@@ -121,5 +136,5 @@ def targets(blocks: Sequence[Block]) -> list[Target]:
             block.ratio("whole", peers.OURS, peers.BARE),
         )
         for block in blocks
-        if block.title != ENCODER
+        if block.title.startswith("teacher")
     ]

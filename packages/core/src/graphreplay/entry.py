@@ -102,8 +102,8 @@ class Entry:
         self._handing_out = None if lends else CopyPlan(output_leaves)
         handed_out = () if self._handing_out is None else self._handing_out.pick_dense(output_leaves)
         self._launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
-        self._keep_alive = keep_alive
         self._simple = self._staging.is_simple and self._handing_out is not None and self._handing_out.is_simple
+        self._keep_alive = keep_alive
         self.reads_only = repeatable and not written and not shares_inputs
         """Whether nobody can tell if inputs share storage with each other, or with what the module holds."""
         self.nbytes = graph.nbytes + self._staging.nbytes
@@ -140,24 +140,20 @@ class Entry:
         self._staging.copy_rest(self._inputs, leaves)
         return dense, where, outputs
 
-    def launch(self, dense: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        """Replays; on a device this returns while the work goes on."""
-        handing_out = self._handing_out
-        if self._simple:
-            self._launch(dense, addresses, outputs)
-            return
-        self._launch(dense, addresses, () if handing_out is None else handing_out.pick_dense(outputs))
+    def launch(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        """Replays what was staged; on a device this returns while the work goes on."""
+        if not self._simple:
+            outputs = () if self._handing_out is None else self._handing_out.pick_dense(outputs)
+        self._launch(inputs, addresses, outputs)
 
     def hand_out(self, leaves: Sequence[Tensor], outputs: list[Tensor]) -> Any:
         """The outputs of the last launch. Inputs that the forward writes are written in ``leaves`` too, as the eager
         forward would do."""
         self.replays += 1
-        if self._simple and not self.written:
-            return self._rebuild(outputs)
         if self.written:
             positions = self.written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
-        if self._handing_out is not None:
+        if not self._simple and self._handing_out is not None:
             self._handing_out.copy_rest(outputs, self._output_leaves)
         return self._rebuild(outputs)
 

@@ -48,7 +48,6 @@ from graphreplay.request import (
     BoundForward,
     CallOptions,
     Key,
-    Replayed,
     Request,
     order_shows_below,
     variant_key,
@@ -238,19 +237,21 @@ class GraphedForward(GraphStore):
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with body_error_wins(self._capture_context):
                 return self._eager(kwargs, "called inside another capture")
-        self.peers.check()
+        peers = self.peers
+        if not peers.alone:
+            peers.check()
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
         request = self._request(kwargs, options)
-        call = self.peers.next_call()
+        call = "" if peers.alone else peers.next_call()
         if isinstance(request, str):
             self.peers.excuse(call, request)
             return self._eager(kwargs, request)
         with self.pool.lock:
             found = self._look_up(request)
             answer = self._replay(found, request) if isinstance(found, Entry) else found
-            if isinstance(answer, Replayed):
-                return answer.outputs
+            if isinstance(answer, tuple):
+                return answer[0]
             if answer is None:
                 try:
                     result = self.module(**kwargs)
@@ -332,8 +333,9 @@ class GraphedForward(GraphStore):
             return self._missed(request, None)
         return entry if request.plan and not entry.written else entry.refusal(request.leaves) or entry
 
-    def _replay(self, entry: Entry, request: Request) -> Replayed | str | None:
-        """Replays; or, if the module turns out to have changed, what ``_look_up`` says without this graph."""
+    def _replay(self, entry: Entry, request: Request) -> tuple[Any] | str | None:
+        """Replays, and returns the outputs in a tuple; or, if the module turns out to have changed, what ``_look_up``
+        says without this graph."""
         eager = None
         if self._verify == "always" or (self._verify == "first" and not entry.replays):
             changed = self._drop_if_changed()  # what the graph may change belongs to the module as it was
@@ -349,7 +351,7 @@ class GraphedForward(GraphStore):
             if self._closed or self.disabled_reason is not None or self._cache.get(request.key) is not entry:
                 return "the forward has dropped its own graph while it was compared"
         harmless = True  # whether an eager call can make up for what fails
-        with self._marked("replay"):
+        with self._range("replay") if self._nvtx else _UNMARKED:
             try:
                 dense, addresses, outputs = entry.stage(
                     request.leaves, request.addresses, looked_at=request.plan is not None
@@ -373,7 +375,7 @@ class GraphedForward(GraphStore):
             difference = eager.difference(result)
             if difference is not None:
                 self.disable(f"a replay differs from eager: {difference}; the graph cannot be trusted")
-                return Replayed(eager.take_over())
+                return (eager.take_over(),)
         self._stats.replays += 1
         if entry.replays == 1:
             self._churn.replayed(request.key.signature)
@@ -381,7 +383,7 @@ class GraphedForward(GraphStore):
             self._cache.pin(request.key)
         if not self._plans or request.plan is not self._plans[0]:
             self._plan(entry, request)
-        return Replayed(result)
+        return (result,)
 
     def _can_do_over(self, entry: Entry) -> bool:
         """Whether a call can run eagerly after its replay, as if that had not been."""
@@ -409,7 +411,7 @@ class GraphedForward(GraphStore):
 
     def _drop_if_changed(self) -> str | None:
         """Drops all graphs if the module has changed since they were captured, and says what changed."""
-        changed = self._watched().changed()
+        changed = (self._watch or self._watched()).changed()
         if changed is not None:
             self._clear()
         return changed
@@ -436,7 +438,8 @@ class GraphedForward(GraphStore):
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
         ranks, entry, failure, lost = self._ranks(request, call), None, None, None
         try:
-            with self._marked("capture"), quiet_capture(self.device, alone=ranks.alone, ahead=request.ahead):
+            marked = self._range("capture") if self._nvtx else _UNMARKED
+            with marked, quiet_capture(self.device, alone=ranks.alone, ahead=request.ahead):
                 entry = build_entry(self, request, watch, ranks)
         except Failure as error:
             failure = error.with_traceback(None)
@@ -577,6 +580,3 @@ class GraphedForward(GraphStore):
         request = self._request(kwargs, options)
         with self.pool.lock:
             return isinstance(request, Request) and do(request.key)
-
-    def _marked(self, phase: str) -> AbstractContextManager[Any]:
-        return self._range(phase) if self._nvtx else _UNMARKED

@@ -196,7 +196,7 @@ class _Looking(OpMode):
         self._own = own
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generators = generators_among(args, kwargs)
+        generators = generators_among(op, args, kwargs)
         self._own.look(generators)
         result = op(*args, **kwargs)
         self._own.note(generators)
@@ -228,9 +228,16 @@ def generator_id(generator: torch.Generator) -> int:
     return address
 
 
-def generators_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """Some operators take theirs by position."""
+def generators_among(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """Those that an operator is given; some take theirs by position."""
+    if not _takes_generators(op):
+        return []
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+
+
+@cache
+def _takes_generators(op: OpOverload) -> bool:
+    return any("Generator" in str(argument.type) for argument in op._schema.arguments)
 
 
 def _position(generator: torch.Generator) -> int:

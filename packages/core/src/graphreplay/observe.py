@@ -116,7 +116,7 @@ class Recorder(OpMode):
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before_op(op, args, kwargs, tensor_args(args, kwargs))
-        for generator in generators_among(args, kwargs):
+        for generator in generators_among(op, args, kwargs):
             self._snapshot.add_generator(generator)
         result = op(*args, **kwargs)
         self._after_op(tensor_args((result,)))
@@ -205,7 +205,7 @@ class Observer(Recorder):
         return not self._leaves_more and self.written <= self._static
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given, generators = tensor_args(args, kwargs), generators_among(args, kwargs)
+        given, generators = tensor_args(args, kwargs), generators_among(op, args, kwargs)
         if self._probe is not None:
             self._probe.before(op, args, kwargs, given)
         self._own_generators.look(generators)

@@ -25,6 +25,9 @@ and a graph that holds some would leave behind whatever was there."""
 class NoPeers:
     """Of a wrapper without a group, or alone in it: nobody is asked, and nobody told."""
 
+    alone = True
+    """Whether ``check`` and ``next_call`` may be left out."""
+
     def __init__(self, ranks: list[int] | None) -> None:
         self.ranks = ranks
         """Those that run the forward's collectives; None: it may have none."""
@@ -55,6 +58,8 @@ class NoPeers:
 
 class Peers(NoPeers):
     """Of a wrapper in a group of several ranks."""
+
+    alone = False
 
     def __init__(
         self, group: dist.ProcessGroup, ranks: list[int], name: str, device: torch.device, deadline: float

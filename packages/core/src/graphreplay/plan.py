@@ -74,6 +74,7 @@ class Plan:
             else:
                 raise ValueError(f"a {cls.__name__}")
         self._pick_leaves = _picker([places[id(leaf)] for leaf in leaves])
+        self._single = len(leaves) == 1
         self._pick_constants = _picker(constants)
         self._constants = self._pick_constants(values)
         self._types = tuple(map(type, self._constants))
@@ -108,11 +109,14 @@ class Plan:
             if copysign(1.0, constants[position]) != sign:
                 return None
         leaves = self._pick_leaves(values)
+        if self._single:
+            leaves = leaves[:1]
         return leaves if self._look_alike(*leaves) else None
 
 
 def _picker(positions: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What takes the items at these positions out of a list, as a tuple."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda values: tuple(values[position] for position in positions)
+    """What takes the items at these positions out of a list, as a tuple, in one call of C."""
+    if not positions:
+        return lambda values: ()
+    # Of one position it would return the item itself; of the same one twice, a tuple.
+    return itemgetter(*positions) if len(positions) > 1 else itemgetter(*positions, *positions)

@@ -121,13 +121,6 @@ class Request:
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 
 
-@dataclass(slots=True)
-class Replayed:
-    """The outputs of a replay, apart from reasons and misses."""
-
-    outputs: Any
-
-
 @dataclass(frozen=True, slots=True)
 class BoundForward:
     """A graphed forward with its options bound, so that every keyword is one of the forward's own."""

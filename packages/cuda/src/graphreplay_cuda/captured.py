@@ -59,11 +59,12 @@ class CapturedForward:
         by_graph, late = outputs[: len(self._noted)], outputs[len(self._noted) :]
         self._graph.hand_out(by_graph, self._noted)
         run, handing_out = self._graph.staging(inputs).run, CopyPlan(late)
+        if not late:
+            return run
 
         def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-            run(inputs, addresses, list(map(Tensor.data_ptr, outputs[: len(by_graph)])))
-            if late:
-                handing_out.copy(outputs[len(by_graph) :], late)
+            run(inputs, addresses, outputs[: len(by_graph)])
+            handing_out.copy(outputs[len(by_graph) :], late)
 
         return launch
 

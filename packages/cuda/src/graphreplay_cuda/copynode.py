@@ -148,7 +148,7 @@ class CopyNode:
         self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
         self.loaded = False
         """Whether the next launch would copy what the latest one did."""
-        self._closed = ""
+        self.closed = ""
         try:
             with torch.cuda.device(launches.device), driver.relaxed():
                 self._nothing = Table(launches.device.index, (), hand_out)
@@ -173,7 +173,7 @@ class CopyNode:
 
     def close(self, why: str) -> None:
         """Has ``check`` refuse launches from now on."""
-        self._closed = why
+        self.closed = why
 
     def check(self) -> None:
         """Comes before whatever a launch changes.
@@ -181,8 +181,8 @@ class CopyNode:
         Raises:
             GraphStateError: the graph is gone.
         """
-        if self._closed:
-            raise GraphStateError(f"stage_and_launch {self._closed}")
+        if self.closed:
+            raise GraphStateError(f"stage_and_launch {self.closed}")
 
 
 def _close_in_child() -> None:

@@ -50,10 +50,10 @@ class CUDAGraphedForward(GraphedForward):
         return capture(forward, self._pool_state)
 
     def _is_capturing(self) -> bool:
-        if self.device.type != "cuda":
-            return False  # and a torch that is built without CUDA cannot even be asked
-        state = self.pool.backend
-        return torch.cuda.is_current_stream_capturing() or (state is not None and state.blocked)
+        state: PoolState | None = self.pool.backend
+        if state is None:
+            return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return torch._C._cuda_isCurrentStreamCapturing() or state.blocked
 
     def _take_turn(self) -> None:
         state = self.pool.backend or self._pool_state

@@ -96,23 +96,24 @@ class Staging:
         """As ``stage_and_launch``, but trusts the caller that no capture is under way, and that there is one input for
         each buffer: a tensor of the same dtype, device, shape and strides, not lazily conjugated or negated, that
         shares no memory with any buffer. Anything else may copy foreign memory."""
-        self.run(inputs, list(map(Tensor.data_ptr, inputs)), self._nowhere)
+        self.run(inputs, list(map(Tensor.data_ptr, inputs)), ())
 
-    def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[int]) -> None:
+    def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
         """As ``launch``, for inputs whose bytes begin at these addresses; copies what the graph hands out to
-        ``outputs``, addresses of as much memory each, 0 for what goes nowhere."""
+        ``outputs``, tensors of the same layouts, or to nowhere if there are none."""
         if not driver.thread.has_context:
             driver.ensure_context()
         node, table = self._node, self._table
         launches = node.launches
         with launches.lock:
-            node.check()
+            if node.closed:
+                node.check()
             launches.take_turn()
             if self._rest:
                 for position in self._rest:
                     self._static[position].copy_(inputs[position])
                 addresses = [addresses[p] for p in self._by_node]
-            table.pack(*addresses, *outputs)
+            table.pack(*addresses, *(map(Tensor.data_ptr, outputs) if outputs else self._nowhere))
             (status,) = node.set_params(node.executable, node.node, table.params)
             if status:
                 raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
