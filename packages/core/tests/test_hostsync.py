@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from graphreplay.errors import HostSyncError
-from graphreplay.hostsync import HostSyncProbe
+from graphreplay.hostsync import HostSyncProbe, probe_taken_over
+from graphreplay.opmode import OpMode
 from graphreplay.testing.zoo import rows
 
 SYNCING = {
@@ -122,3 +123,32 @@ def test_message_names_what_and_where():
     with pytest.raises(HostSyncError) as caught, HostSyncProbe("cpu"):
         model(rows(3))
     assert str(caught.value).startswith(f"Tensor.cpu() at {__file__}:{line} in model ")
+
+
+class _Counts(OpMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = 0
+
+    def on_op(self, op, args, kwargs):
+        self.ops += 1
+        return op(*args, **kwargs)
+
+
+def test_a_probe_below_another_mode_stays_where_it_is():
+    """Taking it off would take the other one off: that of ranks, which counts collectives."""
+    counts = _Counts()
+    with pytest.raises(HostSyncError, match="makes the host wait"), HostSyncProbe("cpu"):
+        with counts:
+            with probe_taken_over() as probe:
+                assert probe is None
+                torch.ones(2).add(1)
+            assert counts.ops == 2
+            torch.ones(2)[0].item()
+        assert counts.ops > 3
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with HostSyncProbe("cpu"):
+        with probe_taken_over() as probe:
+            assert probe is not None
+            assert torch._C._len_torch_dispatch_stack() == 0
+        assert torch._C._len_torch_dispatch_stack() == 1
