@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from graphreplay.errors import CaptureError
-from graphreplay.opmode import OpMode
+from graphreplay.opmode import OpMode, per_op
 
 _SEED = 0x67726170687265  # nobody's own, so that a forward that seeds is noticed
 
@@ -208,7 +207,7 @@ def may_draw(op: OpOverload, generators: Sequence[torch.Generator]) -> bool:
     return bool(generators) or _draws(op)
 
 
-@cache
+@per_op
 def _draws(op: OpOverload) -> bool:
     return op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags
 
@@ -235,7 +234,7 @@ def generators_among(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
 
 
-@cache
+@per_op
 def _takes_generators(op: OpOverload) -> bool:
     return any("Generator" in str(argument.type) for argument in op._schema.arguments)
 

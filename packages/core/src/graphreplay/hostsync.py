@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphreplay.errors import HostSyncError
-from graphreplay.opmode import OpMode, argument_of, tensor_args, where_now
+from graphreplay.opmode import OpMode, argument_of, per_op, tensor_args, where_now
 
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -87,12 +86,12 @@ def syncing_op(
     return _always_syncs(op) or bool(argument_of(op, args, kwargs, "check_errors"))
 
 
-@cache
+@per_op
 def _always_syncs(op: OpOverload) -> bool:
     return op._schema.name in _UNTAGGED or any(tag in op.tags for tag in _TAGS)
 
 
-@cache
+@per_op
 def _name(op: OpOverload) -> str:
     return op._schema.name
 

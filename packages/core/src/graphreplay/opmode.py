@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import wraps
 from types import FrameType, MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,23 @@ _LIBRARIES = frozenset(
 )
 """Modules whose frames are no place in a user's forward."""
 
+Fact = TypeVar("Fact")
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def per_op(fact: Callable[[OpOverload], Fact]) -> Callable[[OpOverload], Fact]:
+    """Remembers a fact about each operator: as ``functools.cache``, which would hash the operator in Python."""
+    known: dict[int, tuple[OpOverload, Fact]] = {}  # with the operator, so that no other one gets its id
+
+    @wraps(fact)
+    def remembered(op: OpOverload) -> Fact:
+        found = known.get(id(op))
+        if found is None:
+            found = known[id(op)] = op, fact(op)
+        return found[1]
+
+    return remembered
 
 
 class OpMode(TorchDispatchMode, ABC):
@@ -89,7 +105,7 @@ def uncompiled() -> AbstractContextManager[Any]:
     return stance
 
 
-@cache
+@per_op
 def _is_composite(op: OpOverload) -> bool:
     """Whether the operator is made of others on every device, by one C++ kernel."""
 
@@ -131,7 +147,7 @@ class _Schema:
         return cls(positions, tuple(written), {argument.name: argument.default_value for argument in arguments})
 
 
-_schema = cache(_Schema.of)
+_schema = per_op(_Schema.of)
 
 
 def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
