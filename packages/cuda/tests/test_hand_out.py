@@ -406,7 +406,8 @@ def handing_out(static, forward):
 
 
 def run(staging, given, targets):
-    staging.run([given], [given.data_ptr()], [0 if t is None else t.data_ptr() for t in targets])
+    nowhere = torch.empty(0, device=given.device)
+    staging.run([given], [given.data_ptr()], [nowhere if t is None else t for t in targets])
 
 
 def untouched():
