@@ -60,7 +60,10 @@ def syncing_op(
     """Whether the operator, with these arguments and the tensors among them, makes the host wait for a device of this
     type: to learn a value or an output's shape, or to copy between host and device. On the CPU itself such copies
     cannot be told from others."""
-    name = _name(op)
+    if not _may_sync(op):
+        # Of CPU tensors among those of the device, scalars are read at launch, and larger ones are copied over first.
+        return device_type != "cpu" and _are_mixed(given, device_type)
+    name = op._schema.name
     if device_type != "cpu":
         on_device = any(tensor.device.type == device_type for tensor in given)
         if name == "aten::_to_copy" and kwargs.get("device") is not None:
@@ -71,8 +74,8 @@ def syncing_op(
             return on_device  # torch.tensor(..., device=...) has copied its data there
         if not on_device:
             return False
-        if any(tensor.is_cpu and tensor.dim() > 0 for tensor in given):
-            return True  # CPU scalars are read at launch, larger CPU tensors are copied over first
+        if _are_mixed(given, device_type):
+            return True
     if name in _MASKED:
         masks = [index for index in args[1] if index is not None and index.dtype in _MASK_DTYPES]
         # One mask and one scalar make a masked fill, which needs no positions.
@@ -92,8 +95,17 @@ def _always_syncs(op: OpOverload) -> bool:
 
 
 @per_op
-def _name(op: OpOverload) -> str:
-    return op._schema.name
+def _may_sync(op: OpOverload) -> bool:
+    """Whether it depends on the arguments of an operator, beside their devices."""
+    depends = (*_MASKED, "aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::histc", "aten::repeat_interleave")
+    has_flag = any(argument.name == "check_errors" for argument in op._schema.arguments)
+    return op._schema.name in depends or has_flag or _always_syncs(op)
+
+
+def _are_mixed(given: list[Tensor], device_type: str) -> bool:
+    """Whether there are tensors of the device and, beside scalars, of the CPU."""
+    on_host = any(tensor.is_cpu and tensor.dim() for tensor in given)
+    return on_host and any(tensor.device.type == device_type for tensor in given)
 
 
 class _Allowed(threading.local):

@@ -15,7 +15,7 @@ from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process
 from graphreplay.errors import CaptureError, StateLostError
 from graphreplay.generators import DefaultGenerators, OwnGenerators, generator_id, generators_among, may_draw
 from graphreplay.hostsync import SyncProbe, probe_taken_over
-from graphreplay.opmode import OpMode, tensor_args, uncompiled, written_args
+from graphreplay.opmode import OpMode, namespace_of, tensor_args, uncompiled, written_args
 from graphreplay.storage import byte_view
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -210,10 +210,11 @@ class Observer(Recorder):
             self._probe.before(op, args, kwargs, given)
         self._own_generators.look(generators)
         self._before_op(op, args, kwargs, given)
-        if op.namespace in COLLECTIVES:
+        namespace = namespace_of(op)
+        if namespace in COLLECTIVES:
             self._check_group(op, args, kwargs)
         # Operators of others may do anything, and a generator of the forward's own steps.
-        if op.namespace != "aten" or generators:
+        if namespace != "aten" or generators:
             self._leaves_more = True
         draws = may_draw(op, generators)
         if draws:
@@ -223,7 +224,7 @@ class Observer(Recorder):
             self._default_generators.note()
             self._own_generators.note(generators)
         made = tensor_args((result,))
-        if op.namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in made):
+        if namespace in COLLECTIVES and any(type(tensor) is not Tensor for tensor in made):
             raise CaptureError(f"{op} makes a tensor subclass, which graphs do not hold; use the in-place collectives")
         if self._probe is not None:
             self._probe.after(op, made)

@@ -132,8 +132,9 @@ def tensor_args(args: Iterable[Any], kwargs: Mapping[str, Any] = _NOTHING) -> li
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """Where the arguments of an operator are."""
+    """What an operator is called, and where its arguments are."""
 
+    namespace: str
     positions: dict[str, int]
     written: tuple[str, ...]
     """Those that it writes."""
@@ -144,10 +145,16 @@ class _Schema:
         arguments = op._schema.arguments
         written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
         positions = {argument.name: position for position, argument in enumerate(arguments)}
-        return cls(positions, tuple(written), {argument.name: argument.default_value for argument in arguments})
+        defaults = {argument.name: argument.default_value for argument in arguments}
+        return cls(op.namespace, positions, tuple(written), defaults)
 
 
 _schema = per_op(_Schema.of)
+
+
+def namespace_of(op: OpOverload) -> str:
+    """As ``op.namespace``, which reads it out of the schema's name each time."""
+    return _schema(op).namespace
 
 
 def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -163,8 +170,10 @@ def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The tensors that the operator writes: those of its schema, and the running statistics of normalization layers,
     which the schemas leave out."""
     schema = _schema(op)
+    if not schema.written and schema.namespace == "aten" and "running_mean" not in schema.positions:
+        return []
     written = tensor_args(argument_of(op, args, kwargs, name) for name in schema.written)
-    if op.namespace == "c10d":  # whose schemas say nothing
+    if schema.namespace == "c10d":  # whose schemas say nothing
         written += tensor_args(written_by_collective(op, args))
     if "running_mean" in schema.positions and any(
         argument_of(op, args, kwargs, flag) for flag in ("training", "train", "use_input_stats")

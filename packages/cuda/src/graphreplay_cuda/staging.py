@@ -100,7 +100,7 @@ class Staging:
 
     def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
         """As ``launch``, for inputs whose bytes begin at these addresses; copies what the graph hands out to
-        ``outputs``, tensors of the same layouts (one without elements goes nowhere), or none of it if there are none."""
+        ``outputs``, tensors of the same layouts, where none without elements stands for nowhere; or nowhere at all."""
         if not driver.thread.has_context:
             driver.ensure_context()
         node, table = self._node, self._table
