@@ -5,11 +5,11 @@ STAMP := .venv/.installed
 N ?= 2
 PROJECTS := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml) harness/pyproject.toml)
 
-.PHONY: help setup demo test test-deep check wheels bench format clean
+.PHONY: help setup demo test test-deep check wheels bench instructions format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-		printf '%-10s %s\n' "$$name" "$$text"; done
+		printf '%-12s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP) ## Create .venv and install everything into it, when something changed
 
@@ -39,6 +39,9 @@ wheels: setup ## Build the wheel of every package into dist/
 
 bench: setup ## Time the benchmark cases; ARGS="..." for pytest's options
 	$(BIN)/python -m pytest harness/benchmarks --benchmark-enable --benchmark-only $(ARGS)
+
+instructions: setup ## Count the instructions of the benchmark cases with valgrind; options in ARGS="..."
+	$(BIN)/python -m graphreplay_harness.bench_instructions $(ARGS)
 
 format: setup ## Sort imports, fix what ruff can, format
 	$(BIN)/ruff check --fix .
