@@ -91,6 +91,32 @@ def test_a_weight_that_is_conjugated_in_place_is_a_change():
     assert "scale" in (watch.changed() or "")
 
 
+def test_a_hook_that_moves_to_the_next_module_is_a_change():
+    def moving(*_):
+        return None
+
+    model = Model()
+    model.inner[0].register_forward_hook(print)
+    handle = model.inner[0].register_forward_hook(moving)
+    model.inner[1].register_forward_hook(print)
+    watch = ModuleWatch(model)
+    handle.remove()
+    model.inner[1].register_forward_hook(moving, prepend=True)  # the same hooks in the same order
+    assert "hooks" in (watch.changed() or "")
+
+
+def test_a_hook_that_is_called_with_kwargs_from_now_on_is_a_change():
+    model = Model()
+    handle = model.register_forward_hook(print)
+    watch = ModuleWatch(model)
+    handle.remove()
+    handle = model.register_forward_hook(print)
+    assert watch.changed() is None
+    handle.remove()
+    model.register_forward_hook(print, with_kwargs=True)
+    assert "hooks" in (watch.changed() or "")
+
+
 def test_global_hooks_are_a_change():
     watch = ModuleWatch(Model())
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 _GLOBAL_HOOKS = (
     global_hooks._global_forward_hooks,
     global_hooks._global_forward_pre_hooks,
@@ -147,7 +148,7 @@ class ModuleWatch:
                 return f"weight {name} was initialized"
         if any(self._empty):
             return "the module has more weights, submodules or hooks than at capture"
-        for what, before, outline in zip(_STRUCTURE, self._outline, self._outline_now(), strict=False):
+        for what, before, outline in zip(_STRUCTURE, self._outline, self._outline_now(), strict=True):
             if before != outline:
                 return f"the module has other {what} than at capture"
         now = self._structure_now()
@@ -210,12 +211,14 @@ class ModuleWatch:
             [*map(_own_forward, self._states), *map(type, self._bare)],
         )
 
-    def _outline_now(self) -> tuple[list[Any], int]:
-        """The names of weights and submodules, which may trade places, and how many attributes are watched."""
+    def _outline_now(self) -> tuple[Any, ...]:
+        """What the objects themselves do not show, in the order of ``_STRUCTURE``: the names of weights and submodules,
+        which may trade places, how many attributes are watched, and whose hooks are whose and how they are called."""
         attributes = chain.from_iterable(map(list, map(_values, self._states)))  # lists: other threads may add some
         kinds = Counter(map(type, attributes)).items()
         watched = sum(count for kind, count in kinds if issubclass(kind, _BOUND))
-        return list(map(tuple, map(_keys, self._members))), watched
+        hooks = [*map(len, self._hooks), *(len(state.get(kind, ())) for state in self._states for kind in _HOOK_FLAGS)]
+        return list(map(tuple, map(_keys, self._members))), watched, None, hooks, None
 
     def _held(self, kinds: Sequence[str]) -> list[Any]:
         """The dicts themselves: ``module._forward_hooks = OrderedDict()`` is how many remove hooks."""
