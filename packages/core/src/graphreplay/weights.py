@@ -80,6 +80,7 @@ class ModuleWatch:
         members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
         hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
         self._members, self._hooks = list(filter(None, members)), list(filter(None, hooks))
+        self._hook_flags = [m.__dict__.get(kind, ()) for _, m in self.modules for kind in _HOOK_FLAGS]
         self._empty = [held for held in (*members, *hooks) if not held]
         self._bound = [(m.__dict__, key) for _, m in self.modules for key, v in m.__dict__.items() if _is_bound(v)]
         self._bare = [m for _, m in self.modules]
@@ -217,7 +218,7 @@ class ModuleWatch:
         attributes = chain.from_iterable(map(list, map(_values, self._states)))  # lists: other threads may add some
         kinds = Counter(map(type, attributes)).items()
         watched = sum(count for kind, count in kinds if issubclass(kind, _BOUND))
-        hooks = [*map(len, self._hooks), *(len(state.get(kind, ())) for state in self._states for kind in _HOOK_FLAGS)]
+        hooks = list(map(len, chain(self._hooks, self._hook_flags)))
         return list(map(tuple, map(_keys, self._members))), watched, None, hooks, None
 
     def _held(self, kinds: Sequence[str]) -> list[Any]:
