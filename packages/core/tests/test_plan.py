@@ -197,3 +197,56 @@ def test_calls_of_several_shapes_replay_whether_they_are_recognized_or_not(shape
                 assert torch.equal(graphed(x=given), given * 2)
     assert graphed.stats()["replays"] == 3 * shapes
     assert len(graphed._plans) == min(shapes, MAX_PLANS)
+
+
+class Sum(nn.Module):
+    """May write its first input, which no key shows."""
+
+    writes = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, a, b):
+        if self.writes:
+            a.add_(1)
+        return a * self.weight + b * 2
+
+
+@pytest.mark.parametrize("dropped", ["by a change", "by other shapes", "by prepare", "by the caller"])
+@torch.no_grad()
+def test_a_call_that_was_recognized_is_not_captured_with_storage_that_it_shares(dropped):
+    module = Sum()
+    graphed = ReferenceGraphedForward(module, device="cpu", max_entries=1)
+    for _ in range(2):
+        graphed(a=torch.randn(4), b=torch.randn(4))
+    if dropped == "by other shapes":
+        graphed(a=torch.randn(2, 4), b=torch.randn(4))
+    elif dropped == "by the caller":
+        graphed.evict(a=torch.randn(4), b=torch.randn(4))
+    else:
+        module.weight = nn.Parameter(torch.full((4,), 3.0))
+    both = torch.randn(8)
+    if dropped == "by prepare":
+        assert graphed.prepare(a=both[:4], b=both[4:])
+    else:
+        graphed(a=both[:4], b=both[4:])
+    for _ in range(3):
+        a, b = torch.randn(4), torch.randn(4)
+        assert torch.equal(graphed(a=a, b=b), module(a=a, b=b))
+    assert torch.equal(graphed(a=both[:4], b=both[4:]), module(a=both[:4], b=both[4:]))
+
+
+@torch.no_grad()
+def test_a_plan_does_not_outlive_what_is_known_of_its_graph():
+    module = Sum()
+    graphed = ReferenceGraphedForward(module, device="cpu")
+    for _ in range(2):
+        graphed(a=torch.randn(4), b=torch.randn(4))
+    module.writes = True
+    graphed.evict(a=torch.randn(4), b=torch.randn(4))
+    graphed(a=torch.randn(4), b=torch.randn(4))
+    a, b = torch.zeros(4), torch.zeros(4)
+    assert torch.equal(graphed(a=a, b=a.view(4)), module(a=b, b=b.view(4)))
+    assert torch.equal(a, b)

@@ -130,6 +130,18 @@ def test_an_empty_view_before_others_does_not_move_them():
     assert whole.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_an_empty_view_beyond_the_end_of_a_storage_does_not_make_it_grow(rows):
+    base = torch.ones(rows, 4)
+    tensors = [base, base.as_strided((0, 3), (4, 1), 50)]
+    plan = CopyPlan(tensors)
+    size = base.untyped_storage().nbytes()
+    copies = plan.clone(tensors)
+    assert base.untyped_storage().nbytes() == size
+    assert torch.equal(copies[0], base)
+    assert (copies[1].shape, copies[1].storage_offset()) == ((0, 3), 50)
+
+
 def test_a_storage_that_starts_at_an_odd_address():
     data = torch.frombuffer(bytearray(range(41)), dtype=torch.uint8, offset=1)[:40]
     copy, halves = clone(data, data[3:7])

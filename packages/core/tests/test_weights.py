@@ -48,6 +48,75 @@ def test_changes_of_hooks_that_leave_their_number_alone():
     assert "hooks" in (watch.changed() or "")
 
 
+def test_names_that_trade_places_are_a_change():
+    model = Model()
+    model.scale, model.shift = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    watch = ModuleWatch(model)
+    scale, shift = model.scale, model.shift
+    del model.scale, model.shift
+    model.shift, model.scale = scale, shift  # the same tensors in the same order
+    assert "weights" in (watch.changed() or "")
+    model = nn.Sequential(OrderedDict(first=nn.Tanh(), second=nn.ReLU()))
+    watch = ModuleWatch(model)
+    first, second = model.first, model.second
+    del model.first, model.second
+    model.second, model.first = first, second
+    assert "submodules" in (watch.changed() or "")
+
+
+def test_submodules_that_move_in_their_ordered_dict_are_a_change():
+    model = Model()
+    model.inner._modules = OrderedDict(model.inner._modules)
+    watch = ModuleWatch(model)
+    assert [watch.changed() for _ in range(2)] == [None, None]  # the second look is the quick one
+    model.inner._modules.move_to_end("0")
+    assert "submodules" in (watch.changed() or "")
+
+
+@pytest.mark.parametrize("name", ["number", "inner"])
+def test_a_tensor_among_the_attributes_that_was_none_is_a_change(name):
+    model = Model()
+    watch = ModuleWatch(model)
+    assert [watch.changed() for _ in range(2)] == [None, None]
+    model.__dict__[name] = torch.ones(2)  # what is there hides a submodule of the same name
+    assert "attributes" in (watch.changed() or "")
+
+
+def test_a_weight_that_is_conjugated_in_place_is_a_change():
+    model = Model()
+    model.scale = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    watch = ModuleWatch(model)
+    assert [watch.changed() for _ in range(2)] == [None, None]
+    model.scale.data = model.scale.data.conj()
+    assert "scale" in (watch.changed() or "")
+
+
+def test_a_hook_that_moves_to_the_next_module_is_a_change():
+    def moving(*_):
+        return None
+
+    model = Model()
+    model.inner[0].register_forward_hook(print)
+    handle = model.inner[0].register_forward_hook(moving)
+    model.inner[1].register_forward_hook(print)
+    watch = ModuleWatch(model)
+    handle.remove()
+    model.inner[1].register_forward_hook(moving, prepend=True)  # the same hooks in the same order
+    assert "hooks" in (watch.changed() or "")
+
+
+def test_a_hook_that_is_called_with_kwargs_from_now_on_is_a_change():
+    model = Model()
+    handle = model.register_forward_hook(print)
+    watch = ModuleWatch(model)
+    handle.remove()
+    handle = model.register_forward_hook(print)
+    assert watch.changed() is None
+    handle.remove()
+    model.register_forward_hook(print, with_kwargs=True)
+    assert "hooks" in (watch.changed() or "")
+
+
 def test_global_hooks_are_a_change():
     watch = ModuleWatch(Model())
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)

@@ -61,7 +61,10 @@ class Ambient:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._switches = _SWITCHES if device_type == "cuda" else _SWITCHES + _SWITCHES_OFF_CUDA
+        # Where autocast is off, a forward that turns it on without a dtype takes this one.
+        of_device: tuple[_Reader, ...] = (partial(torch.get_autocast_dtype, device_type),)
+        of_device += () if device_type == "cuda" else _SWITCHES_OFF_CUDA
+        self._switches = _SWITCHES + of_device
         self._readers = (
             torch._C._len_torch_dispatch_stack,
             torch._C._len_torch_function_stack,
@@ -97,7 +100,10 @@ class Ambient:
         if position < len(_NAMES):
             return f"{_NAMES[position]} is another"
         switch = self._switches[position - len(_NAMES)]
-        name = " ".join(switch.args) + " precision" if isinstance(switch, partial) else switch.__name__
+        if isinstance(switch, partial):
+            name = " ".join(switch.args) + (" precision" if len(switch.args) > 1 else " autocast dtype")
+        else:
+            name = switch.__name__
         return f"process switch {name.strip('_').removeprefix('get_')} is {now[position]}"
 
 

@@ -325,6 +325,11 @@ class GraphedForward(GraphStore):
             self.disable(f"the current stream cannot be ordered behind the graphs': {describe(error)}")
             return self.disabled_reason
         entry = self._cache.get(request.key)
+        if request.plan is not None and request.plan.shares_freely and not (entry and entry.reads_only):
+            refusal = self._look_at_sharing(request)
+            if refusal is not None:
+                return refusal
+            entry = self._cache.get(request.key)
         if entry is None or (self._check_module and not self._can_do_over(entry)):
             changed = self._drop_if_changed()
             if changed is not None:
@@ -416,9 +421,20 @@ class GraphedForward(GraphStore):
             self._clear()
         return changed
 
+    def _look_at_sharing(self, request: Request) -> str | None:
+        """Keys a call anew whose plan did not look at shared storage, which is right for the graph of the plan alone.
+        Returns why no graph may serve it, or None."""
+        if request.plan is None or not request.plan.shares_freely:
+            return None
+        keyed = self._keyed(request.kwargs, request.options, self._watched(), request.state, request.ahead)
+        if isinstance(keyed, str):
+            return keyed
+        request.key, request.leaves, request.addresses, request.plan = keyed.key, keyed.leaves, keyed.addresses, None
+        return None
+
     def _missed(self, request: Request, changed: str | None) -> str | None:
         """Counts a miss, or says why such a call is not captured."""
-        reason = self._refused.get(request.key)
+        reason = self._look_at_sharing(request) or self._refused.get(request.key)
         if reason is None and not request.ahead:
             reason = self._churn.refusal(request.key.signature)
         if reason is None:

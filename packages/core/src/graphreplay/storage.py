@@ -63,7 +63,9 @@ class _Region:
         offsets = [_byte_offset(tensors[p]) for p in positions]
         start = min(offsets)
         self.offsets = [offset - start for offset in offsets]
-        self.nbytes = max(offset + extent(tensors[p]) for p, offset in zip(positions, self.offsets, strict=True))
+        sizes = [extent(tensors[p]) for p in positions]
+        ends = [offset + size for offset, size in zip(self.offsets, sizes, strict=True) if size]
+        self.nbytes = max(ends, default=0)  # tensors without elements may begin beyond the end of their storage
         self.lazy = [_lazy_bits(tensors[p]) for p in positions]
         self.padding = start % _ALIGNMENT
 

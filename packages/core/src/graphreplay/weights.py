@@ -6,6 +6,7 @@ capture. In-place updates of weights show in replays by themselves; everything e
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 _GLOBAL_HOOKS = (
     global_hooks._global_forward_hooks,
     global_hooks._global_forward_pre_hooks,
@@ -53,13 +55,13 @@ class _Seen:
         self,
         tensors: Sequence[Tensor],
         dicts: Sequence[dict[str, Any]],
-        hooks: Sequence[dict[Any, Any]],
+        ordered: Sequence[dict[Any, Any]],
         modules: Sequence[nn.Module],
     ) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self.look_alike = looks_of(self.tensors)
         self.versions = list(map(_version, dicts))
-        self.orders = list(map(tuple, hooks))  # OrderedDicts, whose order is no part of the version
+        self.orders = list(map(tuple, ordered))  # no part of the version
         self.classes = list(map(type, modules))
 
 
@@ -78,12 +80,15 @@ class ModuleWatch:
         members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
         hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
         self._members, self._hooks = list(filter(None, members)), list(filter(None, hooks))
+        self._hook_flags = [m.__dict__.get(kind, ()) for _, m in self.modules for kind in _HOOK_FLAGS]
         self._empty = [held for held in (*members, *hooks) if not held]
         self._bound = [(m.__dict__, key) for _, m in self.modules for key, v in m.__dict__.items() if _is_bound(v)]
         self._bare = [m for _, m in self.modules]
         self._states = [m.__dict__ for _, m in self.modules]
         self._structure = self._structure_now()
+        self._outline = self._outline_now()
         self._dicts = [*self._states, *self._members, *self._hooks]
+        self._ordered = [held for held in self._dicts if isinstance(held, OrderedDict)]
         self._seeable = all(isinstance(held, dict) for held in self._dicts)  # those of a TorchScript module are none
         self._seen: _Seen | None = None
         self._names: list[str] = []
@@ -144,13 +149,16 @@ class ModuleWatch:
                 return f"weight {name} was initialized"
         if any(self._empty):
             return "the module has more weights, submodules or hooks than at capture"
+        for what, before, outline in zip(_STRUCTURE, self._outline, self._outline_now(), strict=True):
+            if before != outline:
+                return f"the module has other {what} than at capture"
         now = self._structure_now()
         for what, was, is_now in zip(_STRUCTURE, self._structure, now, strict=True):
             if not _same(was, is_now):
                 return f"the module has other {what} than at capture"
         # What tensors look like depends on modes of the thread: those of this call will mostly be those of the next.
         seeable = self._seeable and self._tensors and not self._lazy
-        self._seen = _Seen(self._tensors, self._dicts, self._hooks, self._bare) if seeable else None
+        self._seen = _Seen(self._tensors, self._dicts, self._ordered, self._bare) if seeable else None
         return None
 
     def _untouched(self) -> bool:
@@ -161,7 +169,7 @@ class ModuleWatch:
             and seen.look_alike(*seen.tensors)
             and list(map(Tensor.data_ptr, self._tensors)) == self._places[0]
             and list(map(_version, self._dicts)) == seen.versions
-            and list(map(tuple, self._hooks)) == seen.orders
+            and list(map(tuple, self._ordered)) == seen.orders
             and list(map(type, self._bare)) == seen.classes
             and not any(self._empty)
             and (isinstance(self._forward, nn.Module) or _same(modules_behind(self._forward), self._roots))
@@ -204,18 +212,30 @@ class ModuleWatch:
             [*map(_own_forward, self._states), *map(type, self._bare)],
         )
 
+    def _outline_now(self) -> tuple[Any, ...]:
+        """What the objects themselves do not show, in the order of ``_STRUCTURE``: the names of weights and submodules,
+        which may trade places, how many attributes are watched, and whose hooks are whose and how they are called."""
+        attributes = chain.from_iterable(map(list, map(_values, self._states)))  # lists: other threads may add some
+        kinds = Counter(map(type, attributes)).items()
+        watched = sum(count for kind, count in kinds if issubclass(kind, _BOUND))
+        hooks = list(map(len, chain(self._hooks, self._hook_flags)))
+        return list(map(tuple, map(_keys, self._members))), watched, None, hooks, None
+
     def _held(self, kinds: Sequence[str]) -> list[Any]:
         """The dicts themselves: ``module._forward_hooks = OrderedDict()`` is how many remove hooks."""
         return [state.get(kind) for state in self._states for kind in kinds]
 
 
-_values, _own_forward, _training = methodcaller("values"), methodcaller("get", "forward"), attrgetter("training")
+_keys, _values, _own_forward = methodcaller("keys"), methodcaller("values"), methodcaller("get", "forward")
+_training = attrgetter("training")
 _PLACE: tuple[Callable[[Tensor], Any], ...] = (
     Tensor.data_ptr,
     Tensor.stride,
     attrgetter("shape"),
     attrgetter("dtype"),
     attrgetter("requires_grad"),
+    Tensor.is_conj,
+    Tensor.is_neg,
 )
 """Where a tensor lies and how it is seen, each read by one C call."""
 
@@ -226,7 +246,7 @@ def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 
 def _is_bound(value: Any) -> bool:
     """Whether an attribute's graphs are stale once it is bound to something else."""
-    return isinstance(value, Tensor | BackendHooks)
+    return isinstance(value, _BOUND)
 
 
 def _is_plain(value: Any) -> bool:
@@ -282,4 +302,5 @@ def _nested(root: nn.Module) -> Iterator[nn.Module]:
 
 
 _EMPTY_CELL = CellType()
+_BOUND = (Tensor, BackendHooks)
 _HOLDERS = (nn.Module, torch.Generator, partial, MethodType, BackendHooks)

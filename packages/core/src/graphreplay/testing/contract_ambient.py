@@ -140,6 +140,17 @@ class AmbientContract(ContractBase):
                     assert result[2].is_inference() == torch.is_inference_mode_enabled()
         assert twin.counts() == (8, 8, 0)
 
+        def forward(*, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(kind):
+                return x @ x.t()
+
+        twin = self.twin(forward)
+        for seed in range(2):
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=False):
+                    assert twin(x=self.x(seed=seed)).dtype is dtype
+        assert twin.counts() == (2, 2, 0)
+
     @pytest.mark.parametrize("switch", SWITCHES)
     def test_switch_is_keyed(self, switch: str) -> None:
         if not self._counts(switch):
