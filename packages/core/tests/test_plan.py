@@ -15,7 +15,7 @@ from graphreplay import ReferenceGraphedForward
 from graphreplay.ambient import Ambient
 from graphreplay.looks import looks_of
 from graphreplay.plan import MAX_PLANS, Plan
-from graphreplay.request import Key
+from graphreplay.request import NO_OPTIONS, Key
 from graphreplay.signature import flatten
 
 
@@ -197,3 +197,42 @@ def test_calls_of_several_shapes_replay_whether_they_are_recognized_or_not(shape
                 assert torch.equal(graphed(x=given), given * 2)
     assert graphed.stats()["replays"] == 3 * shapes
     assert len(graphed._plans) == min(shapes, MAX_PLANS)
+
+
+class WritesWhenTold(nn.Module):
+    """Reads its inputs, until its attribute, which nobody watches, has it write one."""
+
+    writes = False
+
+    def forward(self, *, x, y):
+        return (x.add_(1) if self.writes else x) + y
+
+
+def replayed_then_told_to_write():
+    module = WritesWhenTold()
+    graphed = ReferenceGraphedForward(module, device="cpu")
+    for _ in range(2):
+        graphed(x=x(), y=x())
+    module.writes = True
+    return module, graphed
+
+
+def test_a_graph_captured_anew_may_write_what_the_last_one_read():
+    module, graphed = replayed_then_told_to_write()
+    assert graphed.evict(x=x(), y=x())
+    for _ in range(2):
+        assert torch.equal(graphed(x=x(), y=x()), module(x=x(), y=x()))
+    given, wanted = x(), x()
+    assert torch.equal(graphed(x=given[:], y=given[:]), module(x=wanted[:], y=wanted[:]))
+    assert torch.equal(given, wanted)
+
+
+def test_a_call_recognized_before_its_graph_is_captured_anew_runs_eagerly():
+    _, graphed = replayed_then_told_to_write()
+    given = x()
+    request = graphed._request({"x": given[:], "y": given[:]}, NO_OPTIONS)
+    assert request.plan.shares_freely
+    graphed.evict(x=x(), y=x())
+    graphed(x=x(), y=x())  # by another thread, while this one waits
+    assert graphed.captures == 2
+    assert "captured anew" in graphed._look_up(request)

@@ -273,13 +273,15 @@ class GraphedForward(GraphStore):
         if watch.refusal is not None:
             return watch.refusal
         grad = torch.is_grad_enabled() and watch.requires_grad()
-        for plan in () if grad or forward_ad._current_level >= 0 else self._plans:
-            recognized = plan.match(state, kwargs, options.variant)
-            if recognized is not None:
-                addresses = list(map(Tensor.data_ptr, recognized))
-                if all(addresses) and (plan.shares_freely or self._share_nothing(recognized, watch)):
-                    return Request(kwargs, options, recognized, addresses, plan.key, state, plan, ahead)
-                break
+        plans = () if grad or forward_ad._current_level >= 0 else self._plans
+        for plan in plans:
+            leaves = plan.match(state, kwargs, options.variant)
+            if leaves is None:
+                continue
+            addresses = list(map(Tensor.data_ptr, leaves))
+            if all(addresses) and (plan.shares_freely or self._share_nothing(leaves, watch)):
+                return Request(kwargs, options, leaves, addresses, plan.key, state, plan, ahead)
+            break
         return eager_only() or self._keyed(kwargs, options, watch, state, ahead)
 
     @staticmethod
@@ -331,6 +333,8 @@ class GraphedForward(GraphStore):
                 return self._missed(request, changed)
         if entry is None:
             return self._missed(request, None)
+        if request.plan and request.plan.shares_freely and not entry.reads_only:
+            return "its graph was captured anew, with other effects, while the call waited for its turn"
         return entry if request.plan and not entry.written else entry.refusal(request.leaves) or entry
 
     def _replay(self, entry: Entry, request: Request) -> tuple[Any] | str | None:
@@ -500,6 +504,8 @@ class GraphedForward(GraphStore):
 
     def _keep(self, entry: Entry, request: Request) -> None:
         self._stats.captures += 1
+        # Those of the key were made for another graph, which may have read what this one writes.
+        self._plans = tuple(plan for plan in self._plans if plan.key != request.key)
         what_is_new = self._what_is_new(request.key)
         self._last = request.key
         bound = self._cache.max_bytes

@@ -26,7 +26,8 @@ class Plan:
     """Recognizes calls with one key, by the process's state, kwargs and variant.
 
     Args:
-        shares_freely: whether leaves may share storage, though those of the key do not.
+        shares_freely: whether leaves may share storage, though those of the key do not: the key's graph only reads
+            them. One that is captured anew may do otherwise.
 
     Raises:
         ValueError: it cannot be told so simply.
