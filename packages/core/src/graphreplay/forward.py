@@ -145,7 +145,8 @@ class GraphedForward(GraphStore):
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device, self.peers.ranks)
-        self.pool.lends = self.pool.lends or not clone_outputs
+        if not clone_outputs:
+            self.pool.lends = True
         self._capture_context = capture_context or nullcontext
         self._verify = verify
         self._check_module = check_module
@@ -313,7 +314,7 @@ class GraphedForward(GraphStore):
             try:
                 eager = EagerTwin(self, entry, request, self._watched())
             except Failure as failure:
-                logger.debug("%s does not compare a call: %s", self.name, failure)
+                logger.debug("%s does not compare a call: %s", self.name, str(failure))
             except CaptureError as error:
                 self.disable(f"verify failed: {error}")
                 return self.disabled_reason
@@ -323,7 +324,7 @@ class GraphedForward(GraphStore):
         with self._range("replay") if self._nvtx else _UNMARKED:
             try:
                 dense, addresses, outputs = entry.stage(
-                    request.leaves, request.addresses, looked_at=request.plan is not None
+                    request.leaves, request.addresses, bytes_are_values=request.plan is not None
                 )
                 harmless = self._can_do_over(entry)  # any other replay may write half of what it writes
                 entry.launch(dense, addresses, outputs)
@@ -363,18 +364,17 @@ class GraphedForward(GraphStore):
         plan = request.plan
         if plan is None:
             try:
-                variant, shares_freely = request.options.variant, entry.reads_only
                 plan = Plan(
                     entry.key,
                     self._ambient,
                     request.state,
                     request.kwargs,
-                    variant,
+                    request.options.variant,
                     request.leaves,
-                    shares_freely=shares_freely,
+                    shares_freely=entry.reads_only,
                 )
             except ValueError as error:
-                logger.debug("%s builds the key of each such call: %s", self.name, error)
+                logger.debug("%s builds the key of each such call: %s", self.name, str(error))
                 return
         self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
 

@@ -203,7 +203,7 @@ class GraphStore(BackendHooks):
 
     def _settle(self, failure: Failure, request: Request) -> None:
         """Draws the conclusion from a capture that failed, as severe as it is."""
-        logger.debug("%s keeps no graph of a call: %s", self.name, failure)
+        logger.debug("%s keeps no graph of a call: %s", self.name, str(failure))  # a handler may keep an error
         if failure.severity == "refuse":
             self._refuse(request.key, str(failure))
         elif failure.severity == "disable":
