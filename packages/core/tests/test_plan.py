@@ -2,7 +2,9 @@
 
 import enum
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 
+import graphreplay.forward
 from graphreplay import ReferenceGraphedForward
 from graphreplay.ambient import Ambient
 from graphreplay.looks import looks_of
@@ -197,6 +200,20 @@ def test_calls_of_several_shapes_replay_whether_they_are_recognized_or_not(shape
                 assert torch.equal(graphed(x=given), given * 2)
     assert graphed.stats()["replays"] == 3 * shapes
     assert len(graphed._plans) == min(shapes, MAX_PLANS)
+
+
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
+def test_calls_that_no_plan_can_tell_try_once_and_replay(monkeypatch):
+    tried = Mock(side_effect=Plan)
+    monkeypatch.setattr(graphreplay.forward, "Plan", tried)
+    graphed = ReferenceGraphedForward(lambda *, held: held.x * 2, device="cpu")
+    for turn in range(4):
+        assert torch.equal(graphed(held=Held(x() + turn)), (x() + turn) * 2)
+    assert (graphed.stats()["replays"], tried.call_count, graphed._plans) == (3, 1, ())
 
 
 class WritesWhenTold(nn.Module):

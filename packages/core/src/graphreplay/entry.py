@@ -84,6 +84,8 @@ class Entry:
         self.graph = graph
         self.repeatable = repeatable
         self.replays = 0
+        self.plannable = True
+        """Whether a plan may recognize calls of this graph, as far as is known."""
         self.written = written
         self.changes = changes
         self._inputs = inputs

@@ -351,7 +351,7 @@ class GraphedForward(GraphStore):
             self._churn.replayed(request.key.signature)
         if request.options.pin:
             self._cache.pin(request.key)
-        if not self._plans or request.plan is not self._plans[0]:
+        if entry.plannable and (not self._plans or request.plan is not self._plans[0]):
             self._plan(entry, request)
         return (result,)
 
@@ -374,6 +374,7 @@ class GraphedForward(GraphStore):
                     shares_freely=entry.reads_only,
                 )
             except ValueError as error:
+                entry.plannable = False  # and no later call tries again, which takes half of what its key takes
                 logger.debug("%s builds the key of each such call: %s", self.name, str(error))
                 return
         self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
