@@ -207,12 +207,13 @@ class Held:
     x: torch.Tensor
 
 
-def test_calls_that_no_plan_can_tell_try_once_and_replay(monkeypatch):
+@pytest.mark.parametrize("other", [Held(x()), torch.zeros(0, 3)], ids=["a dataclass", "a tensor without elements"])
+def test_for_calls_that_no_plan_can_tell_one_is_tried_once(monkeypatch, other):
     tried = Mock(side_effect=Plan)
     monkeypatch.setattr(graphreplay.forward, "Plan", tried)
-    graphed = ReferenceGraphedForward(lambda *, held: held.x * 2, device="cpu")
+    graphed = ReferenceGraphedForward(lambda *, x, other: x * 2, device="cpu")
     for turn in range(4):
-        assert torch.equal(graphed(held=Held(x() + turn)), (x() + turn) * 2)
+        assert torch.equal(graphed(x=x() + turn, other=other), (x() + turn) * 2)
     assert (graphed.stats()["replays"], tried.call_count, graphed._plans) == (3, 1, ())
 
 

@@ -60,6 +60,8 @@ class Plan:
             raise ValueError("tensors that share storage, or none")
         if any(leaf.is_neg() or leaf.is_conj() for leaf in leaves):
             raise ValueError("a tensor whose bytes are not its values")
+        if not all(map(Tensor.data_ptr, leaves)):  # calls would be recognized, and their keys built all the same
+            raise ValueError("a tensor without elements")
         for position, value in enumerate(values):  # which grow meanwhile
             cls = type(value)
             if cls is dict and set(map(type, value)) <= ONLY_STR:
