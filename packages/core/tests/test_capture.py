@@ -82,21 +82,68 @@ def test_a_forward_that_waits_for_a_capture_of_another_thread_goes_on(monkeypatc
     assert (outer.disabled_reason, inner.disabled_reason) == (None, None)
 
 
-def test_refusals_keep_no_wrapper_alive():
-    gone = []
+def keeps_its_input(module, x):
+    module.last = x
+
+
+def moves_its_weight(module, x):
+    module.weight.data = module.weight.data.clone()
+
+
+def moves_its_input(module, x):
+    x.data = x.data.clone()
+
+
+def seeds(module, x):
+    torch.manual_seed(1)
+    torch.rand(1)
+
+
+def waits(module, x):
+    x.sum().item()
+
+
+def looks_for_positions(module, x):
+    x.nonzero()
+
+
+class Does(torch.nn.Linear):
+    """Does something that no graph can."""
+
+    def __init__(self, what):
+        super().__init__(2, 2)
+        self.what = (what,)
+
+    def forward(self, x):
+        self.what[0](self, x)
+        return x + 1
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (waits, "host wait"),
+        (looks_for_positions, "host wait"),
+        (keeps_its_input, "changes attribute last"),
+        (moves_its_weight, "moves weight"),
+        (moves_its_input, "moves a kwarg"),
+        (seeds, "seeds a random generator"),
+    ],
+)
+def test_refusals_keep_no_wrapper_alive(what, reason, prepared):
     gc.collect()
     gc.disable()
     try:
-        for forward in (lambda *, x: x * x.sum().item(), lambda *, x: x.nonzero()):
-            wrapper = ReferenceGraphedForward(forward, device="cpu")
-            with torch.no_grad():
-                wrapper(x=torch.ones(2))
-            assert "host wait" in wrapper.disabled_reason
-            gone.append(weakref.ref(wrapper))
-            del wrapper
+        wrapper = ReferenceGraphedForward(Does(what), device="cpu")
+        with torch.no_grad():
+            (wrapper.prepare if prepared else wrapper)(x=torch.ones(2))
+        assert reason in wrapper.disabled_reason
+        gone = weakref.ref(wrapper)
+        del wrapper
+        assert gone() is None
     finally:
         gc.enable()
-    assert [ref() for ref in gone] == [None, None]
 
 
 def test_host_numbers_of_a_capture_that_failed_are_put_back():

@@ -2,7 +2,9 @@
 
 import enum
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 
+import graphreplay.forward
 from graphreplay import ReferenceGraphedForward
 from graphreplay.ambient import Ambient
 from graphreplay.looks import looks_of
 from graphreplay.plan import MAX_PLANS, Plan
-from graphreplay.request import Key
+from graphreplay.request import NO_OPTIONS, Key
 from graphreplay.signature import flatten
 
 
@@ -250,3 +253,58 @@ def test_a_plan_does_not_outlive_what_is_known_of_its_graph():
     a, b = torch.zeros(4), torch.zeros(4)
     assert torch.equal(graphed(a=a, b=a.view(4)), module(a=b, b=b.view(4)))
     assert torch.equal(a, b)
+
+
+@dataclass
+class Held:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("other", [Held(x()), torch.zeros(0, 3)], ids=["a dataclass", "a tensor without elements"])
+def test_for_calls_that_no_plan_can_tell_one_is_tried_once(monkeypatch, other):
+    tried = Mock(side_effect=Plan)
+    monkeypatch.setattr(graphreplay.forward, "Plan", tried)
+    graphed = ReferenceGraphedForward(lambda *, x, other: x * 2, device="cpu")
+    for turn in range(4):
+        assert torch.equal(graphed(x=x() + turn, other=other), (x() + turn) * 2)
+    assert (graphed.stats()["replays"], tried.call_count, graphed._plans) == (3, 1, ())
+
+
+class WritesWhenTold(nn.Module):
+    """Reads its inputs, until its attribute, which nobody watches, has it write one."""
+
+    writes = False
+
+    def forward(self, *, x, y):
+        return (x.add_(1) if self.writes else x) + y
+
+
+def replayed_then_told_to_write():
+    module = WritesWhenTold()
+    graphed = ReferenceGraphedForward(module, device="cpu")
+    for _ in range(2):
+        graphed(x=x(), y=x())
+    module.writes = True
+    return module, graphed
+
+
+def test_a_graph_captured_anew_may_write_what_the_last_one_read():
+    module, graphed = replayed_then_told_to_write()
+    assert graphed.evict(x=x(), y=x())
+    for _ in range(2):
+        assert torch.equal(graphed(x=x(), y=x()), module(x=x(), y=x()))
+    given, wanted = x(), x()
+    assert torch.equal(graphed(x=given[:], y=given[:]), module(x=wanted[:], y=wanted[:]))
+    assert torch.equal(given, wanted)
+
+
+def test_a_call_recognized_before_its_graph_is_captured_anew_is_keyed_anew():
+    _, graphed = replayed_then_told_to_write()
+    given = x()
+    request = graphed._request({"x": given[:], "y": given[:]}, NO_OPTIONS)
+    assert request.plan.shares_freely
+    graphed.evict(x=x(), y=x())
+    graphed(x=x(), y=x())  # by another thread, while this one waits
+    assert graphed.captures == 2
+    assert graphed._look_up(request) is None  # a miss
+    assert (request.plan, bool(request.key.sharing)) == (None, True)

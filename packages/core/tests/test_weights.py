@@ -12,7 +12,8 @@ from torch import nn
 
 from graphreplay import ReferenceGraphedForward
 from graphreplay.attributes import AttributeSnapshot, StatefulForwardError, attributes_kept
-from graphreplay.weights import ModuleWatch, modules_behind
+from graphreplay.behind import modules_behind
+from graphreplay.weights import ModuleWatch, _version
 
 
 class Model(nn.Module):
@@ -528,3 +529,22 @@ def test_calls_between_changes_are_as_eager(steps, lent):
                 x = torch.full((3, 2), 1.0 + turn + call)
                 assert torch.equal(graphed(x=x), model(x)), f"{step}, call {call}"
     assert graphed.enabled
+
+
+@pytest.mark.parametrize("cls", [dict, OrderedDict])
+def test_each_change_of_a_dict_gives_it_a_version_that_none_had(cls):
+    """As torch's guards have it, by a name that is not public: the quick look rests on it."""
+    one, other = cls(a=1), cls(a=1)
+    seen = [_version(one), _version(other)]
+    for change in (
+        lambda: one.update(b=2),
+        lambda: one.update(a=3),
+        lambda: one.pop("b"),
+        lambda: one.setdefault("c", 4),
+        lambda: other.update(a=5),
+        one.clear,
+    ):
+        change()
+        seen += [_version(one), _version(other)]
+        assert _version(one) == seen[-2], "looking changes nothing"
+    assert len(set(seen)) == 2 + 6

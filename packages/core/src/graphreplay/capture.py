@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -170,11 +170,8 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     observer, host_random = _observer(store, kwargs, watch, attributes, before), HostRandom(store.device)
     compiler_was_loaded = compiler_is_loaded()
     try:
-        with ExitStack() as quiet:
-            quiet.enter_context(quiet_capture(store.device, alone=ranks.alone, ahead=True))
-            quiet.enter_context(watch.kept(()))
-            quiet.enter_context(observer.watching())
-            quiet.enter_context(host_random.watched())
+        quiet = quiet_capture(store.device, alone=ranks.alone, ahead=True)
+        with quiet, watch.kept(()), observer.watching(), host_random.watched():
             store.module(**kwargs)
     except Failure:
         raise
@@ -251,37 +248,38 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     check_containers(static)  # the caller's own, as the eager forward left them
     ranks.begin()
     try:
-        with ExitStack() as kept:
-            kept.enter_context(body_error_wins(store._capture_context))
+        # No ExitStack here: its frame would keep an error of these contexts, and that the wrapper, until a collection.
+        with body_error_wins(store._capture_context):
             attributes = AttributeSnapshot(watch.modules)  # which the context may have changed
             observer = _observer(store, static, watch, attributes, before)
-            kept.enter_context(attributes_kept(attributes))
-            kept.enter_context(watch.kept(given))
-            with store._warmup_stream():
-                first = "warm-up 1 under the host-sync probe"
-                with _Phase(first), store._sync_probe(), ranks.forward(first), observer.watching():
-                    forward()
-                for iteration in range(1, warm_ups(store, request)):
-                    again = f"warm-up {iteration + 1}"
-                    with _Phase(again), ranks.forward(again), observer.not_watching():
+            with attributes_kept(attributes), watch.kept(given):
+                with store._warmup_stream():
+                    first = "warm-up 1 under the host-sync probe"
+                    with _Phase(first), store._sync_probe(), ranks.forward(first), observer.watching():
                         forward()
-            ranks.warmed_up()
-            with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
-                watching = observer.watching_capture()
+                    for iteration in range(1, warm_ups(store, request)):
+                        again = f"warm-up {iteration + 1}"
+                        with _Phase(again), ranks.forward(again), observer.not_watching():
+                            forward()
+                ranks.warmed_up()
+                with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
+                    watching = observer.watching_capture()
 
-                def captured() -> Any:
-                    with watching:
-                        return forward()
+                    def captured() -> Any:
+                        with watching:
+                            return forward()
 
-                graph, outputs = store._capture_graph(captured)
+                    graph, outputs = store._capture_graph(captured)
     except Exception as error:
         if not ranks.alone:
-            with ExitStack() as kept:
-                kept.enter_context(suppress(StatefulForwardError))
-                kept.enter_context(attributes_kept(AttributeSnapshot(watch.modules)))
-                kept.enter_context(watch.kept(given))
-                kept.enter_context(store._warmup_stream())
-                kept.enter_context(Recorder(storage_ids(given), before))
+            attributes = AttributeSnapshot(watch.modules)
+            with (
+                suppress(StatefulForwardError),
+                attributes_kept(attributes),
+                watch.kept(given),
+                store._warmup_stream(),
+                Recorder(storage_ids(given), before),
+            ):
                 ranks.settle(error, lambda: store.module(**replace_tensors(static, iter(given))))
         raise
     finally:

@@ -84,6 +84,8 @@ class Entry:
         self.graph = graph
         self.repeatable = repeatable
         self.replays = 0
+        self.plannable = True
+        """Whether a plan may recognize calls of this graph, as far as is known."""
         self.written = written
         self.changes = changes
         self._inputs = inputs
@@ -117,25 +119,26 @@ class Entry:
         return None
 
     def stage(
-        self, leaves: Sequence[Tensor], addresses: Sequence[int], *, looked_at: bool
+        self, leaves: Sequence[Tensor], addresses: Sequence[int], *, bytes_are_values: bool
     ) -> tuple[Sequence[Tensor], Sequence[int], list[Tensor]]:
         """All that can be done before anything runs that an eager call would do again.
 
         Args:
             leaves: the tensors to copy, in leaf order.
             addresses: where their bytes begin.
-            looked_at: whether none of them is lazily negated or conjugated.
+            bytes_are_values: whether it is known that none of them is lazily negated or conjugated.
 
         Returns:
             What ``launch`` takes: inputs, their addresses, and memory for the outputs.
         """
-        if self._simple and looked_at:
+        if self._simple and bytes_are_values:
             return leaves, addresses, list(map(torch.empty_like, self._output_leaves))
         dense, where = self._staging.pick_dense(leaves), self._staging.pick_dense(addresses)
-        if not looked_at and (any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense)))):
-            # Their bytes are not their values.
-            dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
-            where = list(map(Tensor.data_ptr, dense))
+        if not bytes_are_values:
+            lazy = any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense)))
+            if lazy:
+                dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
+                where = list(map(Tensor.data_ptr, dense))
         outputs = self._output_leaves if self._handing_out is None else self._handing_out.allocate(self._output_leaves)
         self._staging.copy_rest(self._inputs, leaves)
         return dense, where, outputs

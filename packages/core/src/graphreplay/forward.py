@@ -5,13 +5,14 @@
                                   └─ not graphable ─► eager, with a reason that is counted and logged
 
 The road is ``_call``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below. A platform
-overrides the hooks in hooks.py and never repeats the road.
+overrides the hooks in hooks.py and never repeats the road. Captures ahead of calls are in upkeep.py, and what a wrapper
+keeps between calls in state.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -20,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from graphreplay.ambient import State, eager_only
+from graphreplay import upkeep
+from graphreplay.ambient import eager_only
 from graphreplay.arguments import check_arguments, check_deadline, check_flags, check_verify, parse_device
-from graphreplay.attributes import AttributeSnapshot
+from graphreplay.bound import BoundForward
 from graphreplay.capture import (
     body_error_wins,
     build_entry,
     capturing_here,
     describe,
     quiet_capture,
-    rehearse,
     warm_ups,
 )
 from graphreplay.entry import Entry
@@ -45,21 +46,17 @@ from graphreplay.plan import MAX_PLANS, Plan
 from graphreplay.pool import GraphPool
 from graphreplay.request import (
     NO_OPTIONS,
-    BoundForward,
     CallOptions,
-    Key,
     Request,
+    keyed,
     order_shows_below,
-    variant_key,
+    share_nothing,
 )
 from graphreplay.signature import flatten
 from graphreplay.state import GraphStore, free
 from graphreplay.stats import logger
-from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.together import Alone, Failure
-from graphreplay.tree import path_of
 from graphreplay.verify import EagerTwin
-from graphreplay.weights import ModuleWatch
 
 _UNMARKED = nullcontext()
 
@@ -148,7 +145,8 @@ class GraphedForward(GraphStore):
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device, self.peers.ranks)
-        self.pool.lends = self.pool.lends or not clone_outputs
+        if not clone_outputs:
+            self.pool.lends = True
         self._capture_context = capture_context or nullcontext
         self._verify = verify
         self._check_module = check_module
@@ -219,15 +217,15 @@ class GraphedForward(GraphStore):
             UnsupportedLeafError: ``variant`` has no stable value.
             Exception: whatever the forward itself raises.
         """
-        return self._prepare(kwargs, CallOptions(variant, keep_alive, pin))
+        return upkeep.prepare(self, kwargs, CallOptions(variant, keep_alive, pin))
 
     def unpin(self, *, variant: Any = None, **kwargs: Any) -> bool:
         """Makes the graph of such a call evictable. Returns False if there is none."""
-        return self._unpin(kwargs, CallOptions(variant))
+        return upkeep.unpin(self, kwargs, CallOptions(variant))
 
     def evict(self, *, variant: Any = None, **kwargs: Any) -> bool:
         """Drops the graph of such a call, pinned or not. Returns False if there is none."""
-        return self._evict(kwargs, CallOptions(variant))
+        return upkeep.evict(self, kwargs, CallOptions(variant))
 
     # ------------------------------------------------------------------------------------------- road
 
@@ -273,46 +271,16 @@ class GraphedForward(GraphStore):
         if watch.refusal is not None:
             return watch.refusal
         grad = torch.is_grad_enabled() and watch.requires_grad()
-        for plan in () if grad or forward_ad._current_level >= 0 else self._plans:
-            recognized = plan.match(state, kwargs, options.variant)
-            if recognized is not None:
-                addresses = list(map(Tensor.data_ptr, recognized))
-                if all(addresses) and (plan.shares_freely or self._share_nothing(recognized, watch)):
-                    return Request(kwargs, options, recognized, addresses, plan.key, state, plan, ahead)
-                break
-        return eager_only() or self._keyed(kwargs, options, watch, state, ahead)
-
-    @staticmethod
-    def _share_nothing(leaves: Sequence[Tensor], watch: ModuleWatch) -> bool:
-        """Whether each leaf is alone in its storage."""
-        ids = set(storage_ids(leaves))
-        return len(ids) == len(leaves) and watch.storage_ids.isdisjoint(ids)
-
-    def _keyed(
-        self, kwargs: dict[str, Any], options: CallOptions, watch: ModuleWatch, state: State, ahead: bool
-    ) -> Request | str:
-        """As ``_request``, for calls that no plan recognizes."""
-        variant = None if options.variant is None else variant_key(options.variant)
-        try:
-            signature, leaves = self._flatten(kwargs)
-            ids = storage_ids(leaves)
+        plans = () if grad or forward_ad._current_level >= 0 else self._plans
+        for plan in plans:
+            leaves = plan.match(state, kwargs, options.variant)
+            if leaves is None:
+                continue
             addresses = list(map(Tensor.data_ptr, leaves))
-            for leaf, address in zip(leaves, addresses, strict=True):
-                if not address and leaf.numel():
-                    return f"{path_of(leaf, kwargs)} has no memory"
-                if leaf.device != self.device:
-                    where = path_of(leaf, kwargs)
-                    return f"{where} is on {leaf.device}, and the graphs are on {self.device}; move it there"
-            if not watch.storage_ids.isdisjoint(ids):
-                leaf = next(leaf for leaf, storage in zip(leaves, ids, strict=True) if storage in watch.storage_ids)
-                return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
-        except UnsupportedLeafError as error:
-            return str(error)
-        if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
-            return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
-        sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
-        key = Key(signature, self._ambient.key(state), sharing, variant)
-        return Request(kwargs, options, leaves, addresses, key, state, None, ahead)
+            if all(addresses) and (plan.shares_freely or share_nothing(leaves, watch)):
+                return Request(kwargs, options, leaves, addresses, plan.key, state, plan, ahead)
+            break
+        return eager_only() or keyed(self, kwargs, options, watch, state, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
@@ -349,7 +317,7 @@ class GraphedForward(GraphStore):
             try:
                 eager = EagerTwin(self, entry, request, self._watched())
             except Failure as failure:
-                logger.debug("%s does not compare a call: %s", self.name, failure)
+                logger.debug("%s does not compare a call: %s", self.name, str(failure))
             except CaptureError as error:
                 self.disable(f"verify failed: {error}")
                 return self.disabled_reason
@@ -359,7 +327,7 @@ class GraphedForward(GraphStore):
         with self._range("replay") if self._nvtx else _UNMARKED:
             try:
                 dense, addresses, outputs = entry.stage(
-                    request.leaves, request.addresses, looked_at=request.plan is not None
+                    request.leaves, request.addresses, bytes_are_values=request.plan is not None
                 )
                 harmless = self._can_do_over(entry)  # any other replay may write half of what it writes
                 entry.launch(dense, addresses, outputs)
@@ -386,7 +354,7 @@ class GraphedForward(GraphStore):
             self._churn.replayed(request.key.signature)
         if request.options.pin:
             self._cache.pin(request.key)
-        if not self._plans or request.plan is not self._plans[0]:
+        if entry.plannable and (not self._plans or request.plan is not self._plans[0]):
             self._plan(entry, request)
         return (result,)
 
@@ -399,18 +367,18 @@ class GraphedForward(GraphStore):
         plan = request.plan
         if plan is None:
             try:
-                variant, shares_freely = request.options.variant, entry.reads_only
                 plan = Plan(
                     entry.key,
                     self._ambient,
                     request.state,
                     request.kwargs,
-                    variant,
+                    request.options.variant,
                     request.leaves,
-                    shares_freely=shares_freely,
+                    shares_freely=entry.reads_only,
                 )
             except ValueError as error:
-                logger.debug("%s builds the key of each such call: %s", self.name, error)
+                entry.plannable = False  # and no later call tries again, which takes half of what its key takes
+                logger.debug("%s builds the key of each such call: %s", self.name, str(error))
                 return
         self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
 
@@ -420,26 +388,6 @@ class GraphedForward(GraphStore):
         if changed is not None:
             self._clear()
         return changed
-
-    def _look_at_sharing(self, request: Request) -> str | None:
-        """Keys a call anew whose plan did not look at shared storage, which is right for the graph of the plan alone.
-        Returns why no graph may serve it, or None."""
-        if request.plan is None or not request.plan.shares_freely:
-            return None
-        keyed = self._keyed(request.kwargs, request.options, self._watched(), request.state, request.ahead)
-        if isinstance(keyed, str):
-            return keyed
-        request.key, request.leaves, request.addresses, request.plan = keyed.key, keyed.leaves, keyed.addresses, None
-        return None
-
-    def _missed(self, request: Request, changed: str | None) -> str | None:
-        """Counts a miss, or says why such a call is not captured."""
-        reason = self._look_at_sharing(request) or self._refused.get(request.key)
-        if reason is None and not request.ahead:
-            reason = self._churn.refusal(request.key.signature)
-        if reason is None:
-            self._stats.miss(changed or self._what_is_new(request.key))
-        return reason
 
     def _capture(self, request: Request, call: str) -> str | None:
         """Adds a graph for the request, or says why it did not.
@@ -501,98 +449,12 @@ class GraphedForward(GraphStore):
             ranks.break_off(reason)
             self.disable(reason)
 
-    def _settle(self, failure: Failure, request: Request) -> None:
-        logger.debug("%s keeps no graph of a call: %s", self.name, failure)
-        if failure.severity == "refuse":
-            self._refuse(request.key, str(failure))
-        elif failure.severity == "disable":
-            self.disable(str(failure))
-
     def _ranks(self, request: Request, call: str) -> Alone:
         """Those who capture with this one."""
         holds = f"{len(self._cache)} graphs, max_entries={self._cache.max_entries}, max_bytes={self._cache.max_bytes}"
         count = warm_ups(self, request)
         return self.peers.together(call, request.key, holds, count, captures_run=self.captures_run)
 
-    def _keep(self, entry: Entry, request: Request) -> None:
-        self._stats.captures += 1
-        what_is_new = self._what_is_new(request.key)
-        self._last = request.key
-        bound = self._cache.max_bytes
-        if bound is not None and entry.nbytes > bound and not request.options.pin:
-            free(entry)
-            self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
-            return
-        if not request.options.pin and not request.ahead:
-            varying = self._churn.captured(request.key.signature)
-            if varying is not None:
-                logger.warning("%s: %s is new on every call; further values of it run eagerly", self.name, varying)
-        self._cache.put(request.key, entry, entry.nbytes, pin=request.options.pin)
-        evictions, replays = self._cache.evictions, self._stats.replays
-        if evictions >= 2 * self._cache.max_entries and replays < self._stats.captures:
-            self._stats.thrash(
-                f"{evictions} graphs were evicted and only {replays} calls replayed one; lately {what_is_new}. "
-                "Raise max_entries or max_bytes, or pad what varies to a few sizes"
-            )
-
     def _eager(self, kwargs: dict[str, Any], reason: str) -> Any:
         self._stats.eager(reason)
         return self.module(**kwargs)
-
-    def _prepare(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
-        self._check_usable()
-        if capturing_here() or self._is_capturing():
-            return self._not_prepared("called inside another capture")
-        self.peers.check()
-        if self.disabled_reason is not None:
-            return self._not_prepared(self.disabled_reason)
-        request = self._request(kwargs, options, ahead=True)
-        call = self.peers.next_call()
-        rehearsal = f"{call}, rehearsal"
-        if isinstance(request, str):
-            self.peers.excuse(rehearsal, request)
-            return self._not_prepared(request)
-        with self.pool.lock:
-            found = self._look_up(request)
-            if isinstance(found, Entry):  # which a replay would check
-                changed = self._drop_if_changed()
-                found = self._missed(request, changed) if changed else found
-            if isinstance(found, str):
-                self.peers.excuse(rehearsal, found)
-            if found is None:
-                attributes = AttributeSnapshot(self._watched().modules)
-                try:
-                    rehearse(self, request, self._watched(), self._ranks(request, rehearsal))
-                except Failure as failure:
-                    self._settle(failure, request)
-                    found = str(failure)
-                except BaseException as error:
-                    self.peers.excuse(call, f"its forward raised {type(error).__name__}: {error}")
-                    raise
-                else:
-                    found = self._capture(request, call)
-                if self.disabled_reason is not None:
-                    attributes.restore()  # what the rehearsal counted or stored in Python
-            if self._cache.get(request.key) is None:
-                return self._not_prepared(
-                    found if isinstance(found, str) else self._refused.get(request.key, "evicted")
-                )
-            if options.pin:
-                self._cache.pin(request.key)
-            return True
-
-    def _not_prepared(self, reason: str) -> bool:
-        self._stats.miss(f"not prepared: {reason}")
-        return False
-
-    def _unpin(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
-        return self._at_key(kwargs, options, self._cache.unpin)
-
-    def _evict(self, kwargs: dict[str, Any], options: CallOptions) -> bool:
-        return self._at_key(kwargs, options, self._cache.evict)
-
-    def _at_key(self, kwargs: dict[str, Any], options: CallOptions, do: Callable[[Hashable], bool]) -> bool:
-        self._check_usable()
-        request = self._request(kwargs, options)
-        with self.pool.lock:
-            return isinstance(request, Request) and do(request.key)

@@ -26,7 +26,8 @@ class Plan:
     """Recognizes calls with one key, by the process's state, kwargs and variant.
 
     Args:
-        shares_freely: whether leaves may share storage, though those of the key do not.
+        shares_freely: whether leaves may share storage, though those of the key do not: the key's graph only reads
+            them. One that is captured anew may do otherwise.
 
     Raises:
         ValueError: it cannot be told so simply.
@@ -59,6 +60,8 @@ class Plan:
             raise ValueError("tensors that share storage, or none")
         if any(leaf.is_neg() or leaf.is_conj() for leaf in leaves):
             raise ValueError("a tensor whose bytes are not its values")
+        if not all(map(Tensor.data_ptr, leaves)):  # calls would be recognized, and their keys built all the same
+            raise ValueError("a tensor without elements")
         for position, value in enumerate(values):  # which grow meanwhile
             cls = type(value)
             if cls is dict and set(map(type, value)) <= ONLY_STR:

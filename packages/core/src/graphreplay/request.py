@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from graphreplay.ambient import Ambient, State
 from graphreplay.errors import ConfigurationError, UnsupportedLeafError
 from graphreplay.signature import Signature, explain, flatten
+from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.tree import path_of
 
 if TYPE_CHECKING:
-    from graphreplay.forward import GraphedForward
     from graphreplay.plan import Plan
+    from graphreplay.state import GraphStore
+    from graphreplay.weights import ModuleWatch
 
 
 def order_shows_below(forward: Any) -> int:
@@ -121,25 +124,39 @@ class Request:
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 
 
-@dataclass(frozen=True, slots=True)
-class BoundForward:
-    """A graphed forward with its options bound, so that every keyword is one of the forward's own."""
+def share_nothing(leaves: Sequence[Tensor], watch: ModuleWatch) -> bool:
+    """Whether each leaf is alone in its storage."""
+    ids = set(storage_ids(leaves))
+    return len(ids) == len(leaves) and watch.storage_ids.isdisjoint(ids)
 
-    _graphed: GraphedForward
-    _options: CallOptions
 
-    def __call__(self, **kwargs: Any) -> Any:
-        """As ``GraphedForward.__call__``."""
-        return self._graphed._call(kwargs, self._options)
-
-    def prepare(self, **kwargs: Any) -> bool:
-        """As ``GraphedForward.prepare``."""
-        return self._graphed._prepare(kwargs, self._options)
-
-    def unpin(self, **kwargs: Any) -> bool:
-        """As ``GraphedForward.unpin``."""
-        return self._graphed._unpin(kwargs, self._options)
-
-    def evict(self, **kwargs: Any) -> bool:
-        """As ``GraphedForward.evict``."""
-        return self._graphed._evict(kwargs, self._options)
+def keyed(
+    store: GraphStore,
+    kwargs: dict[str, Any],
+    options: CallOptions,
+    watch: ModuleWatch,
+    state: State,
+    ahead: bool,
+) -> Request | str:
+    """The request of a call that no plan recognizes, or why no graph may serve it."""
+    variant = None if options.variant is None else variant_key(options.variant)
+    try:
+        signature, leaves = store._flatten(kwargs)
+        ids = storage_ids(leaves)
+        addresses = list(map(Tensor.data_ptr, leaves))
+        for leaf, address in zip(leaves, addresses, strict=True):
+            if not address and leaf.numel():
+                return f"{path_of(leaf, kwargs)} has no memory"
+            if leaf.device != store.device:
+                where = path_of(leaf, kwargs)
+                return f"{where} is on {leaf.device}, and the graphs are on {store.device}; move it there"
+        if not watch.storage_ids.isdisjoint(ids):
+            leaf = next(leaf for leaf, storage in zip(leaves, ids, strict=True) if storage in watch.storage_ids)
+            return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
+    except UnsupportedLeafError as error:
+        return str(error)
+    if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):
+        return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
+    sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
+    key = Key(signature, store._ambient.key(state), sharing, variant)
+    return Request(kwargs, options, leaves, addresses, key, state, None, ahead)

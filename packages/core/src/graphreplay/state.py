@@ -18,9 +18,10 @@ from graphreplay.errors import ClosedError, ForkedError, NotCopyableError
 from graphreplay.hooks import BackendHooks
 from graphreplay.peers import NoPeers
 from graphreplay.plan import Plan
-from graphreplay.request import Key
+from graphreplay.request import Key, Request, keyed
 from graphreplay.signature import Signature
 from graphreplay.stats import Stats, logger
+from graphreplay.together import Failure
 from graphreplay.weights import ModuleWatch
 
 MAX_REFUSED = 1024
@@ -190,6 +191,58 @@ class GraphStore(BackendHooks):
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
         logger.warning("%s does not capture such a call: %s", self.name, reason)
+
+    def _missed(self, request: Request, changed: str | None) -> str | None:
+        """Counts a miss, or says why such a call is not captured."""
+        reason = self._look_at_sharing(request) or self._refused.get(request.key)
+        if reason is None and not request.ahead:
+            reason = self._churn.refusal(request.key.signature)
+        if reason is None:
+            self._stats.miss(changed or self._what_is_new(request.key))
+        return reason
+
+    def _look_at_sharing(self, request: Request) -> str | None:
+        """Keys a call anew whose plan did not look at shared storage, which is right for the graph of the plan alone.
+        Returns why no graph may serve it, or None."""
+        if request.plan is None or not request.plan.shares_freely:
+            return None
+        again = keyed(self, request.kwargs, request.options, self._watched(), request.state, request.ahead)
+        if isinstance(again, str):
+            return again
+        request.key, request.leaves, request.addresses, request.plan = again.key, again.leaves, again.addresses, None
+        return None
+
+    def _settle(self, failure: Failure, request: Request) -> None:
+        """Draws the conclusion from a capture that failed, as severe as it is."""
+        logger.debug("%s keeps no graph of a call: %s", self.name, str(failure))  # a handler may keep an error
+        if failure.severity == "refuse":
+            self._refuse(request.key, str(failure))
+        elif failure.severity == "disable":
+            self.disable(str(failure))
+
+    def _keep(self, entry: Entry, request: Request) -> None:
+        """Takes in the graph of a request, or refuses the request if the graph alone is too large."""
+        self._stats.captures += 1
+        # Those of the key were made for another graph, which may have read what this one writes.
+        self._plans = tuple(plan for plan in self._plans if plan.key != request.key)
+        what_is_new = self._what_is_new(request.key)
+        self._last = request.key
+        bound = self._cache.max_bytes
+        if bound is not None and entry.nbytes > bound and not request.options.pin:
+            free(entry)
+            self._refuse(request.key, f"the graph alone holds {entry.nbytes} bytes, above max_bytes={bound}")
+            return
+        if not request.options.pin and not request.ahead:
+            varying = self._churn.captured(request.key.signature)
+            if varying is not None:
+                logger.warning("%s: %s is new on every call; further values of it run eagerly", self.name, varying)
+        self._cache.put(request.key, entry, entry.nbytes, pin=request.options.pin)
+        evictions, replays = self._cache.evictions, self._stats.replays
+        if evictions >= 2 * self._cache.max_entries and replays < self._stats.captures:
+            self._stats.thrash(
+                f"{evictions} graphs were evicted and only {replays} calls replayed one; lately {what_is_new}. "
+                "Raise max_entries or max_bytes, or pad what varies to a few sizes"
+            )
 
     def _drop_graphs(self) -> None:
         self._clear()

@@ -104,7 +104,7 @@ class CopyPlan:
                 self._again.append((position, first[id(tensor)]))
         self._regions: list[_Region] = []
         self._dense: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        self._all = len(like)
+        self._count = len(like)
         self._sparse: list[int] = []
         for positions in by_storage.values():
             tensor = like[positions[0]]
@@ -120,7 +120,7 @@ class CopyPlan:
 
         self.dense = sorted(p for group in self._dense.values() for p in group)
         """Positions of tensors alone in their storage, without gaps and lazy bits: their bytes are their values."""
-        self.is_simple = len(self.dense) == self._all and all(tensor.numel() for tensor in like)
+        self.is_simple = len(self.dense) == self._count and all(tensor.numel() for tensor in like)
         """Whether that is all of them, none empty: then ``torch.empty_like`` gives tensors of the same layout."""
 
     @property
@@ -163,7 +163,7 @@ class CopyPlan:
 
     def pick_dense(self, items: Sequence[T]) -> Sequence[T]:
         """Of one item for each tensor, those at the positions in ``dense``."""
-        return items if len(self.dense) == self._all else [items[p] for p in self.dense]
+        return items if len(self.dense) == self._count else [items[p] for p in self.dense]
 
     def copy_rest(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
         """As ``copy``, for the tensors that ``pick_dense`` leaves out."""

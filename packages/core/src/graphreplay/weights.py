@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
-from types import CellType, FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +19,10 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
 from graphreplay.attributes import AttributeSnapshot, StatefulForwardError
+from graphreplay.behind import held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
 from graphreplay.looks import looks_of
 from graphreplay.tree import TENSOR_TYPES
-
-T = TypeVar("T")
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -75,7 +72,7 @@ class ModuleWatch:
     def __init__(self, forward: Any) -> None:
         self._forward = forward
         self._roots = modules_behind(forward)
-        roots = [*self._roots, *(module for root in self._roots for module in _nested(root))]
+        roots = [*self._roots, *(module for root in self._roots for module in nested(root))]
         self.modules: list[tuple[str, nn.Module]] = [pair for root in roots for pair in root.named_modules()]
         members = [members for _, m in self.modules for members in (m._parameters, m._buffers, m._modules)]
         hooks = [*_GLOBAL_HOOKS, *(getattr(m, kind) for _, m in self.modules for kind in _HOOKS)]
@@ -130,7 +127,7 @@ class ModuleWatch:
         """The random generators among the attributes of the modules, and those that their forwards hold or name."""
         held = [value for value in attributes.values() if type(value) is torch.Generator]
         forwards = [self._forward, *(module.forward for module in self._bare)]
-        return [*held, *(found for forward in forwards for found in _behind(forward, torch.Generator))]
+        return [*held, *(found for forward in forwards for found in held_behind(forward, torch.Generator))]
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self._tensors)
@@ -258,49 +255,4 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
-def modules_behind(forward: Any) -> list[nn.Module]:
-    """The modules whose state a forward reads: itself, the one that it is a method of, the one that it graphs, those
-    that a partial, a closure or a default holds, and those that a function names among its globals."""
-    return _behind(forward, nn.Module)
-
-
-def _behind(forward: Any, kind: type[T]) -> list[T]:
-    found: list[T] = []
-    seen: set[int] = set()
-    pending = [forward]
-    while pending:
-        obj = pending.pop(0)
-        if isinstance(obj, kind):
-            found.append(obj)
-        elif id(obj) not in seen:  # a closure may hold the very wrapper that graphs it
-            seen.add(id(obj))
-            pending[:0] = _held_by(obj)
-    return found
-
-
-def _held_by(forward: Any) -> list[Any]:
-    if isinstance(forward, BackendHooks):
-        return [forward.module]
-    if isinstance(forward, partial):
-        return [forward.func, *forward.args, *forward.keywords.values()]
-    if isinstance(forward, MethodType):
-        return [forward.__self__, forward.__func__]
-    if not isinstance(forward, FunctionType):
-        return []
-    cells = [cell.cell_contents for cell in forward.__closure__ or () if cell != _EMPTY_CELL]
-    named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
-    held = [*cells, *named, *(forward.__defaults__ or ()), *(forward.__kwdefaults__ or {}).values()]
-    return [obj for obj in held if isinstance(obj, _HOLDERS)]
-
-
-def _nested(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules that graphed forwards among the attributes of a module wrap."""
-    for module in root.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, BackendHooks):
-                yield from modules_behind(value)
-
-
-_EMPTY_CELL = CellType()
 _BOUND = (Tensor, BackendHooks)
-_HOLDERS = (nn.Module, torch.Generator, partial, MethodType, BackendHooks)

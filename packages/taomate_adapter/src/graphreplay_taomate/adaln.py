@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import graphreplay
-from graphreplay.weights import modules_behind
+from graphreplay.behind import modules_behind
 
 ATTRIBUTE = "adaln_cache"
 

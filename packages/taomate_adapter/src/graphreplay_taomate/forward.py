@@ -40,7 +40,7 @@ class GraphedForward(graphreplay.GraphedForward):
         module: an ``nn.Module`` or any callable that takes keywords only.
         device: where the module and its tensor kwargs live.
         max_entries: how many graphs to keep, at least 1.
-        warmup_iters: forwards before a capture, at least 1.
+        warmup_iters: forwards before a capture beside the call's own, at least 1.
         group: the process group whose collectives the forward runs.
         name: how logs and errors call this wrapper; the module's class by default.
         enabled: False makes every call a plain forward.
