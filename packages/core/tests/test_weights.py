@@ -1,6 +1,7 @@
 """The watch over a module tree: what counts as a change, and what the watch keeps alive or puts back."""
 
 import functools
+import types
 import weakref
 from collections import OrderedDict, deque
 
@@ -548,3 +549,60 @@ def test_each_change_of_a_dict_gives_it_a_version_that_none_had(cls):
         seen += [_version(one), _version(other)]
         assert _version(one) == seen[-2], "looking changes nothing"
     assert len(set(seen)) == 2 + 6
+
+
+class HoldsTensors(nn.Module):
+    """Reads tensors from containers among its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed, self.named, self.paired = [torch.ones(3)], {"a": torch.ones(3)}, (torch.ones(3), 1)
+        self.deep = {"list": [{"t": torch.ones(3)}]}
+        self.plain = types.SimpleNamespace(t=torch.ones(3))
+
+    def forward(self, *, x):
+        deep = self.deep["list"][0]["t"]
+        return x * self.listed[0] + self.named["a"] * self.paired[0] + deep * self.plain.t
+
+
+REBOUND = {
+    "an item of a list": lambda m: m.listed.__setitem__(0, torch.full((3,), 2.0)),
+    "a list": lambda m: setattr(m, "listed", [torch.full((3,), 2.0)]),
+    "an item put before": lambda m: m.listed.insert(0, torch.full((3,), 2.0)),
+    "an item of a dict": lambda m: m.named.update(a=torch.full((3,), 2.0)),
+    "a dict": lambda m: setattr(m, "named", {"a": torch.full((3,), 2.0)}),
+    "a tuple": lambda m: setattr(m, "paired", (torch.full((3,), 2.0), 1)),
+    "deep inside": lambda m: m.deep["list"][0].update(t=torch.full((3,), 2.0)),
+    "on the way inside": lambda m: m.deep.update(list=[{"t": torch.full((3,), 2.0)}]),
+    "an attribute of an object": lambda m: setattr(m.plain, "t", torch.full((3,), 2.0)),
+    "an object": lambda m: setattr(m, "plain", types.SimpleNamespace(t=torch.full((3,), 2.0))),
+}
+
+
+@pytest.mark.parametrize("what", REBOUND)
+@torch.no_grad()
+def test_tensors_that_containers_of_the_module_hold_are_noticed_when_bound_anew(what):
+    module = HoldsTensors()
+    graphed = ReferenceGraphedForward(module, device="cpu")
+    for turn in range(3):
+        x = torch.full((3,), float(turn))
+        assert torch.equal(graphed(x=x), module(x=x))
+    assert graphed.stats()["replays"] == 2
+    REBOUND[what](module)
+    for turn in range(3):
+        x = torch.full((3,), turn + 0.5)
+        assert torch.equal(graphed(x=x), module(x=x))
+    assert (graphed.captures, graphed.stats()["replays"]) == (2, 4)
+
+
+@torch.no_grad()
+def test_what_else_containers_of_the_module_hold_drops_no_graph():
+    module = HoldsTensors()
+    graphed = ReferenceGraphedForward(module, device="cpu")
+    for turn in range(3):
+        module.named[turn] = torch.zeros(2)
+        module.listed.append(torch.zeros(2))
+        module.deep["list"].append(turn)
+        module.step = turn
+        graphed(x=torch.full((3,), float(turn)))
+    assert (graphed.captures, graphed.stats()["replays"]) == (1, 2)

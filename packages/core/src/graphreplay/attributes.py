@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from operator import is_
 from types import FunctionType, MethodType, ModuleType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from graphreplay.errors import CaptureError
 from graphreplay.hooks import BackendHooks
+from graphreplay.tree import TENSOR_TYPES
 from graphreplay.values import value_token
 
 MAX_CONTAINERS = 20_000
@@ -28,6 +29,24 @@ _LEAVES = frozenset({bool, int, float, str, NoneType, Tensor, nn.Parameter, Func
 
 class StatefulForwardError(CaptureError):
     """The forward keeps Python state between calls."""
+
+
+class Holding(NamedTuple):
+    """Where something is held: under a key of a dict, at a position of a list, or somewhere in a set."""
+
+    path: str
+    container: Any
+    key: Any
+    value: Any
+
+    def lasts(self) -> bool:
+        """Whether it is still held there."""
+        container = self.container
+        if isinstance(container, dict):
+            return container.get(self.key, _MISSING) is self.value
+        if isinstance(container, set):
+            return any(item is self.value for item in container)
+        return self.key < len(container) and container[self.key] is self.value
 
 
 class AttributeSnapshot:
@@ -67,6 +86,21 @@ class AttributeSnapshot:
         """Every value in them, as it was."""
         for _, _, was in self._kept:
             yield from was.values() if isinstance(was, dict) else was
+
+    def holdings(self, storages: Set[int]) -> list[Holding]:
+        """Where tensors over these storages are held, and what leads there from the modules."""
+        found: dict[tuple[int, Any], Holding] = {}
+        on_the_way: set[int] = set()
+        count = -1
+        while count < len(on_the_way):
+            count = len(on_the_way)
+            for path, container, was in self._kept:
+                for key, value in was.items() if isinstance(was, dict) else enumerate(was):
+                    if _leads(value, storages, on_the_way):
+                        held = Holding(f"{path}.{key}".strip("."), container, key, value)
+                        found.setdefault((id(container), key), held)
+                        on_the_way.add(id(container))
+        return list(found.values())
 
     def restore(self) -> None:
         """Puts everything back as it was."""
@@ -120,6 +154,15 @@ def _untouched(container: Any, was: Any) -> bool:
     """Whether it holds the same objects in the same order."""
     same = len(container) == len(was) and all(map(is_, container, was))
     return same and (not isinstance(container, dict) or all(map(is_, container.values(), was.values())))
+
+
+def _leads(value: Any, storages: Set[int], containers: Set[int]) -> bool:
+    """Whether a value is a tensor over one of the storages, or has such a tensor or one of the containers inside."""
+    if isinstance(value, Tensor):
+        return type(value) in TENSOR_TYPES and value.untyped_storage()._cdata in storages
+    if isinstance(value, tuple) and any(_leads(item, storages, containers) for item in value):
+        return True
+    return type(value) not in _LEAVES and any(id(inner) in containers for inner in _inside(value))
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -311,9 +311,11 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
     except BaseException:
         graph.reset()
         raise
-    for storage, tensor in observer.outside.items():
-        if storage not in watch.storage_ids:
-            watch.add(f"of shape {tuple(tensor.shape)} from outside the module", tensor)
+    elsewhere = {storage: tensor for storage, tensor in observer.outside.items() if storage not in watch.storage_ids}
+    for tensor in elsewhere.values():
+        watch.add(f"of shape {tuple(tensor.shape)} from outside the module", tensor)
+    if elsewhere:
+        watch.hold(attributes.holdings(elsewhere.keys()))
     return entry
 
 

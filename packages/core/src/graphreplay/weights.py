@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
-from graphreplay.attributes import AttributeSnapshot, StatefulForwardError
+from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
 from graphreplay.behind import held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
 from graphreplay.looks import looks_of
@@ -88,6 +88,7 @@ class ModuleWatch:
         self._ordered = [held for held in self._dicts if isinstance(held, OrderedDict)]
         self._seeable = all(isinstance(held, dict) for held in self._dicts)  # those of a TorchScript module are none
         self._seen: _Seen | None = None
+        self._holdings: list[Holding] = []
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._places: list[list[Any]] = [[] for _ in _PLACE]
@@ -119,6 +120,11 @@ class ModuleWatch:
         for places, value in zip(self._places, (read(tensor) for read in _PLACE), strict=True):
             places.append(value)
 
+    def hold(self, holdings: Sequence[Holding]) -> None:
+        """Watches what is held in containers among the attributes of the modules."""
+        known = {(id(held.container), held.key) for held in self._holdings}
+        self._holdings += [held for held in holdings if (id(held.container), held.key) not in known]
+
     @property
     def buffers(self) -> list[Tensor]:
         return [t for _, m in self.modules for t in m._buffers.values() if t is not None and _is_plain(t)]
@@ -144,6 +150,9 @@ class ModuleWatch:
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"weight {name} was initialized"
+        for held in self._holdings:
+            if not held.lasts():
+                return f"{held.path} of the module is something other than at capture"
         if any(self._empty):
             return "the module has more weights, submodules or hooks than at capture"
         for what, before, outline in zip(_STRUCTURE, self._outline, self._outline_now(), strict=True):
@@ -169,6 +178,7 @@ class ModuleWatch:
             and list(map(tuple, self._ordered)) == seen.orders
             and list(map(type, self._bare)) == seen.classes
             and not any(self._empty)
+            and all(map(Holding.lasts, self._holdings))
             and (isinstance(self._forward, nn.Module) or _same(modules_behind(self._forward), self._roots))
         )
 
