@@ -8,8 +8,10 @@ suites:
 
 All contenders of a block run interleaved, on the same inputs, and those that return something other than the eager
 forward are left out. Host times are of time.perf_counter_ns, with nothing recorded in between; device times are of
-events, in samples of their own. On a CPU the reference backend stands in for device graphs: it shows that all this
-works, and its times mean little.
+events, in samples of their own. Tables give medians, with the quartiles in brackets, and medians as ratios to those of
+the contender that has 1.000; for calls back to back there is one sample to ten of the others. On a CPU the reference
+backend stands in for device graphs: it shows that all this works; its times mean little, and so do targets missed
+there.
 
 Exit codes: 0, measured; 2, nothing could be measured, or bad options.
 """

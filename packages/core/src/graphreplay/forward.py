@@ -194,7 +194,7 @@ class GraphedForward(GraphStore):
         if args:
             raise PositionalArgumentError(
                 f"{self.name} takes keyword arguments only, {len(args)} positional given; "
-                "write graphed(x=x) in place of graphed(x)"
+                "pass each by the name that the forward has for it, as in graphed(x=x)"
             )
         plain = variant is None and pin is False and keep_alive is NO_OPTIONS.keep_alive
         return self._call(kwargs, NO_OPTIONS if plain else CallOptions(variant, keep_alive, pin))

@@ -132,7 +132,7 @@ class ReferenceGraphedForward(GraphedForward):
 
     def _graphs_supported(self) -> str | None:
         if self.device.type != "cpu":
-            return f"the reference backend runs on the CPU, not on {self.device}"
+            return f"the reference backend runs on the CPU, not on {self.device}: take the class for that device"
         return None
 
     def _warmup_stream(self) -> AbstractContextManager[None]:

@@ -86,7 +86,9 @@ def why_no_cuda() -> str | None:
     """Why this process has no CUDA device, or None if it has."""
     if torch.cuda.is_available():
         return None
-    return "no usable NVIDIA GPU or driver" if torch.version.cuda is not None else "this PyTorch is built without CUDA"
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA; install a build with it"
+    return "no usable NVIDIA GPU or driver"
 
 
 def require_device() -> None:

@@ -29,7 +29,11 @@ class XPUGraphedForward(GraphedForward):
             )
         if not torch.xpu.is_available():
             built = torch.version.xpu is not None
-            why = "no usable Intel GPU or driver" if built else "this PyTorch is built without XPU"
+            why = (
+                "no usable Intel GPU or driver"
+                if built
+                else "this PyTorch is built without XPU; install a build with it"
+            )
             raise BackendUnavailableError(f"{device} is not here: {why}")
         index = torch.xpu.current_device() if device.index is None else device.index
         count = torch.xpu.device_count()
