@@ -60,5 +60,8 @@ def check_arguments(module: Any, capture_context: Any, pool: Any, **bounds: Any)
             )
     if pool is not None and not isinstance(pool, GraphPool):
         raise ConfigurationError(f"pool must be a GraphPool, not a {type(pool).__name__}")
-    if capture_context is not None and not callable(capture_context):
-        raise ConfigurationError("capture_context must be a callable that returns a context manager")
+    is_context = hasattr(capture_context, "__enter__") and not isinstance(capture_context, type)
+    if capture_context is not None and (is_context or not callable(capture_context)):
+        raise ConfigurationError(
+            "capture_context must be a callable that makes a context manager: torch.no_grad, and not torch.no_grad()"
+        )

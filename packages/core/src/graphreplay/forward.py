@@ -133,6 +133,7 @@ class GraphedForward(GraphStore):
         if max_bytes is not None:
             bounds["max_bytes"] = max_bytes
         check_arguments(module, capture_context, pool, **bounds)
+        check_flags(enabled=enabled, check_module=check_module, clone_outputs=clone_outputs, nvtx=nvtx)
         check_deadline(deadline)
         self.module = module
         self.device = self.resolve_device(parse_device(device))
@@ -141,7 +142,6 @@ class GraphedForward(GraphStore):
         self.group = group
         self.peers = peers_of(group, self.name, self.device, deadline)
         check_verify(verify, self.peers.ranks)
-        check_flags(check_module=check_module, clone_outputs=clone_outputs)
         self.disabled_reason = self._why_off(enabled)
         self.pool = pool or GraphPool()
         self.pool.bind(self.device, self.peers.ranks)
@@ -348,6 +348,7 @@ class GraphedForward(GraphStore):
             difference = eager.difference(result)
             if difference is not None:
                 self.disable(f"a replay differs from eager: {difference}; the graph cannot be trusted")
+                self._stats.eager(str(self.disabled_reason))
                 return (eager.take_over(),)
         self._stats.replays += 1
         if entry.replays == 1:

@@ -38,7 +38,11 @@ def variant_key(variant: Any) -> Signature:
     Raises:
         UnsupportedLeafError: it holds something without a stable value, or a tensor, which has a key without values.
     """
-    signature, leaves = flatten(variant, "variant")
+    try:
+        signature, leaves = flatten(variant, "variant")
+    except UnsupportedLeafError as error:  # whose advice is for kwargs
+        what, _, _ = error.problem.partition(";")
+        raise UnsupportedLeafError(error.path, f"{what}; a variant is made of numbers, strings and the like") from None
     if leaves:
         where = path_of(leaves[0], variant, "variant")
         raise UnsupportedLeafError(where, "a tensor, whose values are no part of a key; pass numbers or strings")
@@ -152,7 +156,7 @@ def keyed(
                 return f"{where} is on {leaf.device}, and the graphs are on {store.device}; move it there"
         if not watch.storage_ids.isdisjoint(ids):
             leaf = next(leaf for leaf, storage in zip(leaves, ids, strict=True) if storage in watch.storage_ids)
-            return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module"
+            return f"{path_of(leaf, kwargs)} shares memory with a parameter or buffer of the module; pass a clone"
     except UnsupportedLeafError as error:
         return str(error)
     if torch.is_grad_enabled() and (watch.requires_grad() or any(leaf.requires_grad for leaf in leaves)):

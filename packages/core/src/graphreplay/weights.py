@@ -150,9 +150,6 @@ class ModuleWatch:
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
                 return f"weight {name} was initialized"
-        for held in self._holdings:
-            if not held.lasts():
-                return f"{held.path} of the module is something other than at capture"
         if any(self._empty):
             return "the module has more weights, submodules or hooks than at capture"
         for what, before, outline in zip(_STRUCTURE, self._outline, self._outline_now(), strict=True):
@@ -162,6 +159,9 @@ class ModuleWatch:
         for what, was, is_now in zip(_STRUCTURE, self._structure, now, strict=True):
             if not _same(was, is_now):
                 return f"the module has other {what} than at capture"
+        for held in self._holdings:
+            if not held.lasts():
+                return f"{held.path} of the module is something other than at capture"
         # What tensors look like depends on modes of the thread: those of this call will mostly be those of the next.
         seeable = self._seeable and self._tensors and not self._lazy
         self._seen = _Seen(self._tensors, self._dicts, self._ordered, self._bare) if seeable else None

@@ -23,8 +23,9 @@ from graphreplay_cuda.errors import DriverError, GraphStateError
 _BYTES_PER_BLOCK = 16 * kernels.THREADS
 """Bytes that a block copies at a time, with 16 by each thread."""
 
-_MAX_BLOCKS = 128
-"""Blocks for one tensor; larger ones are walked through. With 128 rows that is several waves on any GPU."""
+_MAX_BLOCKS = 2048
+"""Blocks of a launch, which larger tensors are walked through with: a wave or two on any GPU. Each tensor has 16 at
+least."""
 
 
 class HandOut:
@@ -82,8 +83,9 @@ def _capacity(capacities: Sequence[int], count: int) -> int:
 
 
 def _grid(sizes: Sequence[int]) -> tuple[int, int]:
-    blocks = min(_MAX_BLOCKS, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
-    return blocks, max(1, len(sizes))
+    rows = max(1, len(sizes))
+    blocks = min(_MAX_BLOCKS // rows, max(1, -(-max(sizes, default=0) // _BYTES_PER_BLOCK)))
+    return blocks, rows
 
 
 class Launches:

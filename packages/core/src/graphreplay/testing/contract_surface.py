@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,11 @@ class SurfaceContract(ContractBase):
             {"warmup_iters": 1.5},
             {"pool": "shared"},
             {"capture_context": 3},
+            {"capture_context": nullcontext()},
+            {"enabled": "no"},
+            {"nvtx": 1},
         ],
-        ids=str,
+        ids=lambda options: f"{next(iter(options))}={type(next(iter(options.values()))).__name__}",
     )
     def test_constructor_refuses(self, options: dict[str, Any]) -> None:
         with pytest.raises(graphreplay.ConfigurationError, match=next(iter(options))):

@@ -149,6 +149,9 @@ class VerifyContract(ContractBase):
             for _ in range(2):
                 assert_same(graphed(x=self.x()), self.x() * 3)
         assert graphed.disabled_reason.startswith("a replay differs from eager: output: 24 of 24 values differ")
+        stats = graphed.stats()
+        assert (stats["verified"], stats["replays"], stats["eager_calls"]) == (2, 1, 2)
+        assert stats["eager_reasons"] == {graphed.disabled_reason: 2}
 
     def test_other_constants_are_found(self) -> None:
         level = [1]
