@@ -230,8 +230,15 @@ class CUDAGraph(ConditionalNodes):
             return self._staging
 
     def hand_out(self, outputs: Sequence[Tensor], noted: Tensor) -> None:
-        """Has each ``staging().run()`` copy these static outputs to addresses that it is given. Comes before the first
-        ``staging()``; see HandOut for the arguments."""
+        """Has each ``staging().run()`` copy these static outputs to tensors that it is given. Comes before the first
+        ``staging()``; see HandOut for the arguments.
+
+        Raises:
+            GraphStateError: the graph is not captured, or has been staged already.
+        """
+        self._captured("hand_out")
+        if self._copy_node is not None:
+            raise GraphStateError("hand_out after staging(), which has ended the graph; call it before the first one")
         with driver.relaxed():
             self._hand_out = HandOut(self._launches.device.index, outputs, noted) if outputs else None
         self._keep_alive.append(noted)
