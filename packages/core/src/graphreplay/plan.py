@@ -77,7 +77,7 @@ class Plan:
             else:
                 raise ValueError(f"a {cls.__name__}")
         self._pick_leaves = _picker([places[id(leaf)] for leaf in leaves])
-        self._single = len(leaves) == 1
+        self._count = len(leaves)
         self._pick_constants = _picker(constants)
         self._constants = self._pick_constants(values)
         self._types = tuple(map(type, self._constants))
@@ -111,9 +111,7 @@ class Plan:
         for position, sign in self._zeros:
             if copysign(1.0, constants[position]) != sign:
                 return None
-        leaves = self._pick_leaves(values)
-        if self._single:
-            leaves = leaves[:1]
+        leaves = self._pick_leaves(values)[: self._count]
         return leaves if self._look_alike(*leaves) else None
 
 
@@ -121,5 +119,5 @@ def _picker(positions: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
     """What takes the items at these positions out of a list, as a tuple, in one call of C."""
     if not positions:
         return lambda values: ()
-    # Of one position it would return the item itself; of the same one twice, a tuple.
+    # Of one position it would return the item itself; of the same one twice, a tuple, though with the item twice.
     return itemgetter(*positions) if len(positions) > 1 else itemgetter(*positions, *positions)

@@ -45,18 +45,7 @@ class CaptureContract(ContractBase):
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("specimen", zoo.GRAPHED, ids=str)
     def test_graphed_forward_equals_eager(self, specimen: zoo.Specimen, mode: str) -> None:
-        on_cpu = torch.device(self.device).type == "cpu"
-        twin = self.twin(specimen.make())
-        # On a device, a graph need not draw the numbers that eager draws: those have tests of their own.
-        call = twin if on_cpu or not specimen.random else twin.graphed
-        with MODES[mode]():
-            for seed, count in enumerate((3, 3, 5, 5, 3, 3)):
-                call(x=self.x(count, seed))
-        if on_cpu or not specimen.host_constant:
-            assert twin.counts() == (2, 4, 0), twin.graphed.stats()
-            assert twin.graphed.stats()["misses"] == 2
-        else:
-            assert twin.counts() in ((0, 0, 5), (2, 4, 0)), twin.graphed.stats()
+        self.equals_eager(specimen, mode)
 
     def test_lazy_modules_of_torch_are_graphed_once_initialized(self) -> None:
         lazy = zoo.Keyword(nn.LazyLinear(4))

@@ -214,14 +214,7 @@ class OptionsContract(ContractBase):
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("specimen", zoo.GRAPHED, ids=str)
     def test_lent_outputs_equal_eager(self, specimen: zoo.Specimen, mode: str) -> None:
-        on_cpu = torch.device(self.device).type == "cpu"
-        twin = self.twin(specimen.make(), clone_outputs=False)
-        call = twin if on_cpu or not specimen.random else twin.graphed
-        with MODES[mode]():
-            for seed, count in enumerate((3, 3, 5, 5, 3, 3)):
-                call(x=self.x(count, seed))
-        if on_cpu or not specimen.host_constant:
-            assert twin.counts() == (2, 4, 0), twin.graphed.stats()
+        self.equals_eager(specimen, mode, clone_outputs=False)
 
     def test_lent_outputs_are_the_same_memory_at_each_call(self) -> None:
         module = _Step().to(self.device)
