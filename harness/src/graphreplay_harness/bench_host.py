@@ -148,7 +148,7 @@ def _cache_put() -> HostCase:
 def _module_check() -> HostCase:
     watch = ModuleWatch(_module())
     watch.changed()  # which looks closely at first, and is quick from then on
-    return HostCase(watch.changed, lambda: watch._untouched())
+    return HostCase(watch.changed, lambda: watch.is_untouched())
 
 
 def _hit(tensors: int, *, nested: bool, check_module: bool) -> HostCase:

@@ -9,7 +9,7 @@ from graphreplay import ForkedError, ReferenceGraphedForward
 from graphreplay.ambient import Ambient
 from graphreplay.request import Key, variant_key
 from graphreplay.signature import Signature, flatten
-from graphreplay.state import _forks
+from graphreplay.state import forks
 
 AMBIENT = (False, True, None, None, torch.float32)
 
@@ -121,7 +121,7 @@ def in_child(body):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads
 def test_each_generation_of_forks_uses_wrappers_of_its_own():
-    x, before = torch.ones(2), _forks.count
+    x, before = torch.ones(2), forks.count
 
     def use(graphed):
         for _ in range(3):
@@ -141,13 +141,13 @@ def test_each_generation_of_forks_uses_wrappers_of_its_own():
     ours = build()
 
     def child():
-        assert _forks.count == before + 1
+        assert forks.count == before + 1
         refused(ours)
         theirs = build()
         use(theirs)
 
         def grandchild():
-            assert _forks.count == before + 2
+            assert forks.count == before + 2
             refused(ours)
             refused(theirs)
             use(build())
@@ -157,5 +157,5 @@ def test_each_generation_of_forks_uses_wrappers_of_its_own():
 
     for _ in range(2):
         assert in_child(child) == 0
-    assert _forks.count == before
+    assert forks.count == before
     use(ours)

@@ -362,9 +362,9 @@ IRRELEVANT = {
 def watched(forward):
     """A watch whose next look will be a quick one."""
     watch = ModuleWatch(forward)
-    assert not watch._untouched()
+    assert not watch.is_untouched()
     assert watch.changed() is None
-    assert watch._untouched()
+    assert watch.is_untouched()
     assert watch.changed() is None
     return watch
 
@@ -379,7 +379,7 @@ def test_each_change_is_noticed_after_a_quick_look(change, behind):
     model = Watched()
     watch = watched(behind(model))
     CHANGES[change](model)
-    assert not watch._untouched()
+    assert not watch.is_untouched()
     assert watch.changed() is not None
 
 
@@ -389,7 +389,7 @@ def test_what_does_not_matter_is_no_change_and_the_next_look_is_quick_again(chan
     watch = watched(model)
     IRRELEVANT[change](model)
     assert watch.changed() is None
-    assert watch._untouched()
+    assert watch.is_untouched()
 
 
 @pytest.mark.parametrize("change", IRRELEVANT)
@@ -434,7 +434,7 @@ def test_a_tensor_added_after_a_quick_look_is_watched():
     watch, tensor = watched(Model()), torch.ones(2)
     watch.add("of a closure", tensor)
     assert watch.changed() is None
-    assert watch._untouched()
+    assert watch.is_untouched()
     tensor.data = torch.ones(2)
     assert "of a closure" in (watch.changed() or "")
 
@@ -456,7 +456,7 @@ def test_torchscript_modules_are_always_looked_at_closely(make):
     watch = ModuleWatch(scripted)
     for _ in range(3):
         assert watch.changed() is None
-        assert not watch._untouched()
+        assert not watch.is_untouched()
     dict(scripted.named_parameters())["0.bias"].data = torch.ones(2)
     assert "0.bias" in (watch.changed() or "")
     watch = ModuleWatch(scripted)
@@ -470,7 +470,7 @@ def test_lazy_modules_are_looked_at_closely_until_they_are_initialized():
     watch = ModuleWatch(model)
     for _ in range(3):
         assert watch.changed() is None
-        assert not watch._untouched()
+        assert not watch.is_untouched()
     model(torch.ones(3, 2))
     assert "was initialized" in (watch.changed() or "")
     watched(model)

@@ -33,14 +33,14 @@ def test_which_buffers_the_copy_node_can_write():
 def test_a_launch_of_a_graph_that_is_gone_changes_nothing(method, monkeypatch):
     monkeypatch.setattr(driver.thread, "has_context", True)
     buffer, staging = torch.zeros(4), Staging.__new__(Staging)
-    staging._node, staging._table, staging._nowhere = CopyNode.__new__(CopyNode), None, ()
+    staging._node, staging._nowhere = CopyNode.__new__(CopyNode), ()
     staging._node.launches = Launches(torch.device("cpu"))
     staging._node.close("on a graph that is gone")
     staging._static, staging._by_node, staging._rest = [buffer], [], [0]  # it would be written by copy_
     with pytest.raises(GraphStateError, match=r"^stage_and_launch on a graph that is gone$"):
         getattr(staging, method)([torch.ones(4)])
     assert buffer.tolist() == [0.0] * 4
-    assert staging._node.launches._last is None
+    assert staging._node.launches.last is None
 
 
 # ------------------------------------------------------------------------------------------------ values

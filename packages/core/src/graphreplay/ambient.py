@@ -65,7 +65,7 @@ class Ambient:
         of_device: tuple[_Reader, ...] = (partial(torch.get_autocast_dtype, device_type),)
         of_device += () if device_type == "cuda" else _SWITCHES_OFF_CUDA
         self._switches = _SWITCHES + of_device
-        self._readers = (
+        self.readers = (
             torch._C._len_torch_dispatch_stack,
             torch._C._len_torch_function_stack,
             torch.is_grad_enabled,
@@ -76,7 +76,7 @@ class Ambient:
     def read(self) -> State:
         """The part that every call reads. What else counts shows in ``autocast``, and in what tensors look like: see
         ``looks_of``."""
-        return tuple(map(call, self._readers))
+        return tuple(map(call, self.readers))
 
     def autocast(self) -> tuple[torch.dtype, bool] | None:
         """The dtype of autocast and whether it caches weights, or None where it is off."""

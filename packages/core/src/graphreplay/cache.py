@@ -43,8 +43,9 @@ class LRUCache(Generic[K, V]):
         self._nbytes = 0
         self._pinned = 0
         self._warned = False
-        self._newest: _Slot[V] | None = None
-        """The most recently used one, if that is known: hashing its key costs more than knowing it."""
+        self.newest_key: K | None = None
+        self.newest: V | None = None
+        """What ``get`` of the key above returns, where that is known: whoever has this very key need not ask."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -67,16 +68,16 @@ class LRUCache(Generic[K, V]):
         slot = self._slots.get(key)
         if slot is None:
             return None
-        if slot is not self._newest:
-            self._slots.move_to_end(key)
-            self._newest = slot
+        self._slots.move_to_end(key)
+        self.newest_key, self.newest = key, slot.value
         return slot.value
 
     def put(self, key: K, value: V, nbytes: int, *, pin: bool = False) -> None:
         """Adds a value under a new key and evicts others until the bounds hold, least recently used first."""
         if key in self._slots:
             raise KeyError(f"{key!r} is in the cache already")
-        self._slots[key] = self._newest = _Slot(value, nbytes, pin)
+        self._slots[key] = _Slot(value, nbytes, pin)
+        self.newest_key, self.newest = key, value
         self._nbytes += nbytes
         self._pinned += pin
         self._shrink(keep=key)
@@ -134,7 +135,7 @@ class LRUCache(Generic[K, V]):
 
     def _drop(self, key: K) -> None:
         slot = self._slots.pop(key)
-        self._newest = None
+        self.newest_key = self.newest = None
         self._nbytes -= slot.nbytes
         self._pinned -= slot.pinned
         self._on_evict(slot.value)
@@ -145,5 +146,7 @@ class LRUCache(Generic[K, V]):
         assert self._nbytes == sum(slot.nbytes for slot in slots)
         assert self._pinned == sum(slot.pinned for slot in slots)
         loose = [key for key, slot in self._slots.items() if not slot.pinned]
-        assert self._newest is None or self._newest is self._slots[next(reversed(self._slots))]
+        if self.newest_key is not None:
+            last = next(reversed(self._slots))
+            assert (last, self._slots[last].value) == (self.newest_key, self.newest)
         assert not (self._over() and len(loose) > 1), "a bound is exceeded though something evictable is left"

@@ -35,11 +35,12 @@ _turn = threading.RLock()
 """Held by a capture without peers: two at once would put back each other's random generators."""
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     capturing = False
 
 
-_here = _Here()
+thread = _Thread()
+"""What is known about the calling thread."""
 
 
 class _CollectorHold:
@@ -69,7 +70,7 @@ collector_hold = _CollectorHold()
 
 def capturing_here() -> bool:
     """Whether this thread is inside the warm-up or capture of some graphed forward."""
-    return _here.capturing
+    return thread.capturing
 
 
 @contextmanager
@@ -94,13 +95,13 @@ def quiet_capture(device: torch.device, *, alone: bool = True, ahead: bool = Fal
     kind = "cuda" if device.type == "cpu" else device.type  # without devices it saves the CPU's generator alone
     try:
         with torch.random.fork_rng(devices, device_type=kind), collector_hold:
-            _here.capturing = True
+            thread.capturing = True
             torch.set_autocast_cache_enabled(False)
             try:
                 yield
             finally:
                 torch.set_autocast_cache_enabled(caching)
-                _here.capturing = False
+                thread.capturing = False
     finally:
         if alone:
             _turn.release()

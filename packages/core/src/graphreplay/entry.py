@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from graphreplay.request import Key
-from graphreplay.storage import CopyPlan, overlap_across_storages, storage_ids
+from graphreplay.storage import CopyPlan, maker_of, overlap_across_storages, storage_ids
 from graphreplay.tree import check_rebuilt, rebuilder, replace_tensors
 
 
@@ -105,6 +105,10 @@ class Entry:
         handed_out = () if self._handing_out is None else self._handing_out.pick_dense(output_leaves)
         self._launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
         self._simple = self._staging.is_simple and self._handing_out is not None and self._handing_out.is_simple
+        self._make = list(map(maker_of, output_leaves)) if self._simple else []
+        self._index = output_leaves[0].get_device() if output_leaves else -1
+        self.launch: Launch = self._launch if self._simple else self._launch_dense
+        """Replays what was staged; on a device this returns while the work goes on."""
         self._keep_alive = keep_alive
         self.reads_only = repeatable and not written and not shares_inputs
         """Whether nobody can tell if inputs share storage with each other, or with what the module holds."""
@@ -119,7 +123,7 @@ class Entry:
         return None
 
     def stage(
-        self, leaves: Sequence[Tensor], addresses: Sequence[int], *, bytes_are_values: bool
+        self, leaves: Sequence[Tensor], addresses: Sequence[int], bytes_are_values: bool
     ) -> tuple[Sequence[Tensor], Sequence[int], list[Tensor]]:
         """All that can be done before anything runs that an eager call would do again.
 
@@ -132,7 +136,10 @@ class Entry:
             What ``launch`` takes: inputs, their addresses, and memory for the outputs.
         """
         if self._simple and bytes_are_values:
-            return leaves, addresses, list(map(torch.empty_like, self._output_leaves))
+            outputs = [make() for make in self._make]
+            if outputs[0].get_device() != self._index:  # they come from the current device
+                outputs = list(map(torch.empty_like, self._output_leaves))
+            return leaves, addresses, outputs
         dense, where = self._staging.pick_dense(leaves), self._staging.pick_dense(addresses)
         if not bytes_are_values:
             lazy = any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense)))
@@ -143,11 +150,8 @@ class Entry:
         self._staging.copy_rest(self._inputs, leaves)
         return dense, where, outputs
 
-    def launch(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        """Replays what was staged; on a device this returns while the work goes on."""
-        if not self._simple:
-            outputs = () if self._handing_out is None else self._handing_out.pick_dense(outputs)
-        self._launch(inputs, addresses, outputs)
+    def _launch_dense(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        self._launch(inputs, addresses, () if self._handing_out is None else self._handing_out.pick_dense(outputs))
 
     def hand_out(self, leaves: Sequence[Tensor], outputs: list[Tensor]) -> Any:
         """The outputs of the last launch. Inputs that the forward writes are written in ``leaves`` too, as the eager

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import call as run
 from typing import Any, Literal
 
 import torch
@@ -28,9 +29,9 @@ from graphreplay.bound import BoundForward
 from graphreplay.capture import (
     body_error_wins,
     build_entry,
-    capturing_here,
     describe,
     quiet_capture,
+    thread,
     warm_ups,
 )
 from graphreplay.entry import Entry
@@ -53,12 +54,10 @@ from graphreplay.request import (
     share_nothing,
 )
 from graphreplay.signature import flatten
-from graphreplay.state import GraphStore, free
+from graphreplay.state import GraphStore, forks, free
 from graphreplay.stats import logger
 from graphreplay.together import Alone, Failure
 from graphreplay.verify import EagerTwin
-
-_UNMARKED = nullcontext()
 
 DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
@@ -167,15 +166,8 @@ class GraphedForward(GraphStore):
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def __call__(
-        self,
-        *args: Any,
-        variant: Any = None,
-        keep_alive: tuple[Any, ...] = (),
-        pin: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs the forward with ``kwargs``, by a replay where one is at hand.
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward with ``kwargs``, by a replay where one is at hand. Three kwargs are the wrapper's own:
 
         Args:
             variant: anything with a signature that names module state which the kwargs do not show (LoRA on or off).
@@ -196,8 +188,10 @@ class GraphedForward(GraphStore):
                 f"{self.name} takes keyword arguments only, {len(args)} positional given; "
                 "pass each by the name that the forward has for it, as in graphed(x=x)"
             )
-        plain = variant is None and pin is False and keep_alive is NO_OPTIONS.keep_alive
-        return self._call(kwargs, NO_OPTIONS if plain else CallOptions(variant, keep_alive, pin))
+        # No parameters of their own: Python compares each keyword of a call with the name of each, in every call.
+        if "variant" in kwargs or "keep_alive" in kwargs or "pin" in kwargs:
+            return self._call(kwargs, CallOptions.taken_from(kwargs))
+        return self._call(kwargs, NO_OPTIONS)
 
     def options(self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False) -> BoundForward:
         """The same calls with these options bound, for forwards whose own kwargs have one of the three names:
@@ -230,8 +224,9 @@ class GraphedForward(GraphStore):
     # ------------------------------------------------------------------------------------------- road
 
     def _call(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
-        self._check_usable()
-        if capturing_here() or self._is_capturing():
+        if self._closed or self._forks != forks.count:
+            self._check_usable()
+        if thread.capturing or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with body_error_wins(self._capture_context):
                 return self._eager(kwargs, "called inside another capture")
@@ -242,14 +237,15 @@ class GraphedForward(GraphStore):
             return self._eager(kwargs, self.disabled_reason)
         request = self._request(kwargs, options)
         call = "" if peers.alone else peers.next_call()
-        if isinstance(request, str):
+        if type(request) is str:
             self.peers.excuse(call, request)
             return self._eager(kwargs, request)
         with self.pool.lock:
-            found = self._look_up(request)
-            answer = self._replay(found, request) if isinstance(found, Entry) else found
-            if isinstance(answer, tuple):
-                return answer[0]
+            answer = self._look_up(request)
+            if type(answer) is Entry:
+                answer = self._replay(answer, request) if not self._nvtx else self._marked_replay(answer, request)
+                if type(answer) is tuple:
+                    return answer[0]
             if answer is None:
                 try:
                     result = self.module(**kwargs)
@@ -265,22 +261,23 @@ class GraphedForward(GraphStore):
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return "torch.compile is tracing the call"
-        state, watch = self._ambient.read(), self._watch or self._watched()
-        if watch.refusal is not None:
-            return watch.refusal
-        grad = torch.is_grad_enabled() and watch.requires_grad()
-        plans = () if grad or forward_ad._current_level >= 0 else self._plans
-        for plan in plans:
+        state, watch = tuple(map(run, self._ambient.readers)), self._watch or self._watched()
+        for plan in self._plans:
             leaves = plan.match(state, kwargs, options.variant)
             if leaves is None:
                 continue
             addresses = list(map(Tensor.data_ptr, leaves))
-            if all(addresses) and (plan.shares_freely or share_nothing(leaves, watch)):
+            if (
+                all(addresses)
+                and (plan.shares_freely or share_nothing(leaves, watch))
+                and not (plan.grad_mode and watch.requires_grad())
+                and forward_ad._current_level < 0
+            ):
                 return Request(kwargs, options, leaves, addresses, plan.key, state, plan, ahead)
             break
-        return eager_only() or keyed(self, kwargs, options, watch, state, ahead)
+        return watch.refusal or eager_only() or keyed(self, kwargs, options, watch, state, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
@@ -292,13 +289,15 @@ class GraphedForward(GraphStore):
         except Exception as error:
             self.disable(f"the current stream cannot be ordered behind the graphs': {describe(error)}")
             return self.disabled_reason
-        entry = self._cache.get(request.key)
+        cache = self._cache
+        entry = cache.newest if cache.newest_key is request.key else cache.get(request.key)
         if request.plan is not None and request.plan.shares_freely and not (entry and entry.reads_only):
             refusal = self._look_at_sharing(request)
             if refusal is not None:
                 return refusal
             entry = self._cache.get(request.key)
-        if entry is None or (self._check_module and not self._can_do_over(entry)):
+        # Whether the call can be done over after a replay, which then need not wait for the look at the module.
+        if entry is None or (self._check_module and not (entry.repeatable and not self.pool.lends)):
             changed = self._drop_if_changed()
             if changed is not None:
                 return self._missed(request, changed)
@@ -324,25 +323,23 @@ class GraphedForward(GraphStore):
             if self._closed or self.disabled_reason is not None or self._cache.get(request.key) is not entry:
                 return "the forward has dropped its own graph while it was compared"
         harmless = True  # whether an eager call can make up for what fails
-        with self._range("replay") if self._nvtx else _UNMARKED:
-            try:
-                dense, addresses, outputs = entry.stage(
-                    request.leaves, request.addresses, bytes_are_values=request.plan is not None
-                )
-                harmless = self._can_do_over(entry)  # any other replay may write half of what it writes
-                entry.launch(dense, addresses, outputs)
-                # The host looks at the module while the device works. What such a graph has computed from weights that
-                # moved is dropped; any other one had to wait for this check.
-                changed = self._drop_if_changed() if harmless and self._check_module else None
+        try:
+            dense, addresses, outputs = entry.stage(request.leaves, request.addresses, request.plan is not None)
+            harmless = entry.repeatable and not self.pool.lends  # any other replay may write half of what it writes
+            entry.launch(dense, addresses, outputs)
+            # The host looks at the module while the device works. What such a graph has computed from weights that
+            # moved is dropped; any other one had to wait for this check.
+            if harmless and self._check_module and not (self._watch and self._watch.is_untouched()):
+                changed = self._drop_if_changed()
                 if changed is not None:
                     return self._missed(request, changed)
-                harmless = harmless and not entry.written
-                result = entry.hand_out(request.leaves, outputs)
-            except Exception as error:
-                self.disable(f"replay failed: {describe(error)}")
-                if not harmless:
-                    raise
-                return self.disabled_reason
+            harmless = harmless and not entry.written
+            result = entry.hand_out(request.leaves, outputs)
+        except Exception as error:
+            self.disable(f"replay failed: {describe(error)}")
+            if not harmless:
+                raise
+            return self.disabled_reason
         if eager is not None:
             self._stats.verified += 1
             difference = eager.difference(result)
@@ -359,9 +356,9 @@ class GraphedForward(GraphStore):
             self._plan(entry, request)
         return (result,)
 
-    def _can_do_over(self, entry: Entry) -> bool:
-        """Whether a call can run eagerly after its replay, as if that had not been."""
-        return entry.repeatable and not self.pool.lends
+    def _marked_replay(self, entry: Entry, request: Request) -> tuple[Any] | str | None:
+        with self._range("replay"):
+            return self._replay(entry, request)
 
     def _plan(self, entry: Entry, request: Request) -> None:
         """Has calls like this one be compared with it first."""
@@ -403,7 +400,7 @@ class GraphedForward(GraphStore):
         watch = self._watched(fresh=True)  # the eager forward may have created weights lazily
         ranks, entry, failure, lost = self._ranks(request, call), None, None, None
         try:
-            marked = self._range("capture") if self._nvtx else _UNMARKED
+            marked = self._range("capture") if self._nvtx else nullcontext()
             with marked, quiet_capture(self.device, alone=ranks.alone, ahead=request.ahead):
                 entry = build_entry(self, request, watch, ranks)
         except Failure as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import copysign
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -48,10 +48,14 @@ class Plan:
             raise ValueError("modes that are active")
         self.key = key
         self._state = state
+        self.grad_mode: bool = state[2]
         self._autocast = ambient.autocast()
         self._ambient = ambient
         self.shares_freely = shares_freely
-        values: list[Any] = [kwargs, variant]
+        self._names = tuple(kwargs)
+        if not set(map(type, kwargs)) <= ONLY_STR:
+            raise ValueError("a name that is no plain string")
+        values: list[Any] = [*kwargs.values(), variant]
         self._containers: list[tuple[int, Any, Any]] = []
         """Where a container is among the values, its type, and its names or its length. Its children come last then."""
         constants: list[int] = []
@@ -77,7 +81,6 @@ class Plan:
             else:
                 raise ValueError(f"a {cls.__name__}")
         self._pick_leaves = _picker([places[id(leaf)] for leaf in leaves])
-        self._count = len(leaves)
         self._pick_constants = _picker(constants)
         self._constants = self._pick_constants(values)
         self._types = tuple(map(type, self._constants))
@@ -85,39 +88,54 @@ class Plan:
         """Where zeros are among the constants, and their signs, which == does not see."""
         self._look_alike = looks_of(leaves)
 
-    def match(self, state: State, kwargs: dict[str, Any], variant: Any) -> tuple[Tensor, ...] | None:
+    def match(self, state: State, kwargs: dict[str, Any], variant: Any) -> Sequence[Tensor] | None:
         """The leaves of a call in their order, if it has the key, or None if it may not have it.
 
         The caller still looks at whether leaves share storage, where that counts.
         """
-        if state != self._state or (self._autocast is not None and self._ambient.autocast() != self._autocast):
+        names = self._names
+        if (
+            state != self._state
+            or len(kwargs) != len(names)
+            # Mostly they are the very same strings, of the line that calls.
+            or not (all(map(is_, kwargs, names)) or _same_names(kwargs, names))
+            or (self._autocast is not None and self._ambient.autocast() != self._autocast)
+        ):
             return None
-        values: list[Any] = [kwargs, variant]
-        for position, cls, names in self._containers:
+        values: list[Any] = [*kwargs.values(), variant]
+        for position, cls, held in self._containers:
             node = values[position]
             if type(node) is not cls:
                 return None
             if cls is not dict:
-                if len(node) != names:
+                if len(node) != held:
                     return None
                 values += node
-            elif tuple(node) != names or (names and set(map(type, node)) != ONLY_STR):  # a str enum equals its str
+            elif not _same_names(node, held):
                 return None
             else:
                 values += node.values()
-        constants = self._pick_constants(values)
-        if tuple(map(type, constants)) != self._types or constants != self._constants:
-            return None
-        for position, sign in self._zeros:
-            if copysign(1.0, constants[position]) != sign:
+        if self._types:
+            constants = self._pick_constants(values)
+            if not all(map(is_, constants, self._constants)) and (
+                tuple(map(type, constants)) != self._types or constants != self._constants
+            ):
                 return None
-        leaves = self._pick_leaves(values)[: self._count]
+            for position, sign in self._zeros:
+                if copysign(1.0, constants[position]) != sign:
+                    return None
+        leaves = self._pick_leaves(values)
         return leaves if self._look_alike(*leaves) else None
 
 
-def _picker(positions: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What takes the items at these positions out of a list, as a tuple, in one call of C."""
-    if not positions:
-        return lambda values: ()
-    # Of one position it would return the item itself; of the same one twice, a tuple, though with the item twice.
-    return itemgetter(*positions) if len(positions) > 1 else itemgetter(*positions, *positions)
+def _same_names(node: dict[Any, Any], names: tuple[str, ...]) -> bool:
+    """Whether these are the names of a dict, in this order, each a plain string: one of an enum equals its value."""
+    return tuple(node) == names and set(map(type, node)) <= ONLY_STR
+
+
+def _picker(positions: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What takes the items at these positions out of a list, in one call of C."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    start = positions[0] if positions else 0  # given one position, it would return the item itself
+    return itemgetter(slice(start, start + len(positions)))

@@ -57,6 +57,12 @@ class CallOptions:
     keep_alive: tuple[Any, ...] = ()
     pin: bool = False
 
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> CallOptions:
+        """Those among the kwargs, which they leave."""
+        names = ("variant", "keep_alive", "pin")
+        return cls(**{name: kwargs.pop(name) for name in names if name in kwargs})
+
     def __post_init__(self) -> None:
         if type(self.keep_alive) is not tuple:
             raise ConfigurationError(f"keep_alive must be a tuple of objects, not a {type(self.keep_alive).__name__}")

@@ -37,8 +37,8 @@ class _Forks:
         self.count += 1
 
 
-_forks = _Forks()
-os.register_at_fork(after_in_child=_forks.add)
+forks = _Forks()
+os.register_at_fork(after_in_child=forks.add)
 
 
 def free(entry: Entry) -> None:
@@ -74,7 +74,7 @@ class GraphStore(BackendHooks):
         self._churn = ChurnGuard()
         self._last: Key | None = None
         self._stats = Stats(self.name)
-        self._forks = _forks.count
+        self._forks = forks.count
         self._closed = False
 
     @property
@@ -155,7 +155,7 @@ class GraphStore(BackendHooks):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClosedError(f"{self.name} was closed; build another GraphedForward")
-        if self._forks != _forks.count:
+        if self._forks != forks.count:
             raise ForkedError(
                 f"{self.name} was built before this process was forked, and device graphs do not survive a fork; build "
                 "another GraphedForward in this process"

@@ -8,7 +8,8 @@ of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -177,6 +178,17 @@ class CopyPlan:
         into = self.allocate(source)
         self.copy(into, source)
         return into
+
+
+def maker_of(like: Tensor) -> Callable[[], Tensor]:
+    """Makes tensors of this shape, strides and dtype on the current device of this type, values undefined.
+
+    As ``torch.empty_like`` does, in half the time: what compiled code allocates by.
+    """
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{like.device.type}", None)
+    if make is None:
+        return partial(torch.empty_like, like)
+    return partial(make, tuple(like.shape), like.stride(), like.dtype)
 
 
 def byte_view(tensor: Tensor, start: int = 0, nbytes: int | None = None) -> Tensor:

@@ -71,6 +71,7 @@ class ModuleWatch:
 
     def __init__(self, forward: Any) -> None:
         self._forward = forward
+        self._is_module = isinstance(forward, nn.Module)
         self._roots = modules_behind(forward)
         roots = [*self._roots, *(module for root in self._roots for module in nested(root))]
         self.modules: list[tuple[str, nn.Module]] = [pair for root in roots for pair in root.named_modules()]
@@ -140,7 +141,7 @@ class ModuleWatch:
 
     def changed(self) -> str | None:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
-        if self._untouched():
+        if self.is_untouched():
             return None
         places = self._places_now()
         if places != self._places:
@@ -167,7 +168,7 @@ class ModuleWatch:
         self._seen = _Seen(self._tensors, self._dicts, self._ordered, self._bare) if seeable else None
         return None
 
-    def _untouched(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether nobody has touched any of it since ``changed`` looked closely: a quick answer to most calls."""
         seen = self._seen
         return (
@@ -175,11 +176,11 @@ class ModuleWatch:
             and seen.look_alike(*seen.tensors)
             and list(map(Tensor.data_ptr, self._tensors)) == self._places[0]
             and list(map(_version, self._dicts)) == seen.versions
-            and list(map(tuple, self._ordered)) == seen.orders
             and list(map(type, self._bare)) == seen.classes
             and not any(self._empty)
-            and all(map(Holding.lasts, self._holdings))
-            and (isinstance(self._forward, nn.Module) or _same(modules_behind(self._forward), self._roots))
+            and (not self._ordered or list(map(tuple, self._ordered)) == seen.orders)
+            and (not self._holdings or all(map(Holding.lasts, self._holdings)))
+            and (self._is_module or _same(modules_behind(self._forward), self._roots))
         )
 
     @contextmanager

@@ -34,8 +34,7 @@ class PoolState:
     @property
     def blocked(self) -> bool:
         """Whether someone else captures the stream of the latest work, so that nothing can wait for it."""
-        raw = self.last_raw
-        return raw != torch._C._cuda_getCurrentRawStream(self.index) and raw != 0 and driver.is_capturing(raw)
+        return self.last_raw != 0 and driver.is_capturing(self.last_raw)
 
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""

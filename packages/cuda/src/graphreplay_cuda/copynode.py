@@ -93,33 +93,34 @@ class Launches:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.index: int = device.index
         self.lock = threading.RLock()
-        self._last: int | None = None
+        self.last: int | None = None
         """The raw stream of the latest one."""
 
     def take_turn(self) -> None:
         """Orders the current stream behind the latest launch, before the next one. The driver does as much for the
         graph itself, and not for what goes with it: seeds of random numbers, and copies."""
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw != self._last:
-            if self._last is not None:
+        if raw != self.last:
+            if self.last is not None:
                 self.refuse_capture("a launch")
                 if self.is_blocked():
                     raise GraphStateError("the stream of the launch before is being captured; launch after that")
-                torch.cuda.current_stream(self.device).wait_stream(streams.named(self._last, self.device))
-            self._last = raw
+                torch.cuda.current_stream(self.device).wait_stream(streams.named(self.last, self.device))
+            self.last = raw
 
     def is_blocked(self) -> bool:
         """Whether the stream of the latest one is being captured, so that nothing can wait for it now."""
-        last = self._last or 0  # the legacy default stream is never captured
+        last = self.last or 0  # the legacy default stream is never captured
         return last != 0 and driver.is_capturing(last)
 
     def wait(self) -> None:
         """Has the host wait for them, which must not be blocked."""
-        if self._last is not None:
+        if self.last is not None:
             # By an event: waiting for the legacy default stream would break captures of other threads.
             done = torch.cuda.Event()
-            done.record(streams.named(self._last, self.device))
+            done.record(streams.named(self.last, self.device))
             done.synchronize()
 
     def refuse_capture(self, what: str) -> None:

@@ -53,7 +53,9 @@ class CUDAGraphedForward(GraphedForward):
         state: PoolState | None = self.pool.backend
         if state is None:
             return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return torch._C._cuda_isCurrentStreamCapturing() or state.blocked
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return True
+        return torch._C._cuda_getCurrentRawStream(state.index) != state.last_raw and state.blocked
 
     def _take_turn(self) -> None:
         state = self.pool.backend or self._pool_state

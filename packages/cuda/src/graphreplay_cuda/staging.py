@@ -71,6 +71,7 @@ class Staging:
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
         with driver.relaxed():
             self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node], node.hand_out)
+        self._pack, self._params = self._table.pack, self._table.params
         self._nowhere = (0,) * (0 if node.hand_out is None else node.hand_out.count)
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
@@ -96,29 +97,31 @@ class Staging:
         """As ``stage_and_launch``, but trusts the caller that no capture is under way, and that there is one input for
         each buffer: a tensor of the same dtype, device, shape and strides, not lazily conjugated or negated, that
         shares no memory with any buffer. Anything else may copy foreign memory."""
-        self.run(inputs, list(map(Tensor.data_ptr, inputs)), ())
+        with self._node.launches.lock:
+            self.run(inputs, list(map(Tensor.data_ptr, inputs)), ())
 
     def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
         """As ``launch``, for inputs whose bytes begin at these addresses; copies what the graph hands out to
-        ``outputs``, tensors of the same layouts, where none without elements stands for nowhere; or nowhere at all."""
+        ``outputs``, tensors of the same layouts, where none without elements stands for nowhere; or nowhere at all.
+        The caller sees to it that no other thread launches the graph meanwhile."""
         if not driver.thread.has_context:
             driver.ensure_context()
-        node, table = self._node, self._table
+        node = self._node
         launches = node.launches
-        with launches.lock:
-            if node.closed:
-                node.check()
+        if node.closed:
+            node.check()
+        if torch._C._cuda_getCurrentRawStream(launches.index) != launches.last:
             launches.take_turn()
-            if self._rest:
-                for position in self._rest:
-                    self._static[position].copy_(inputs[position])
-                addresses = [addresses[p] for p in self._by_node]
-            table.pack(*addresses, *(map(Tensor.data_ptr, outputs) if outputs else self._nowhere))
-            (status,) = node.set_params(node.executable, node.node, table.params)
-            if status:
-                raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
-            node.loaded = True
-            node.replay()
+        if self._rest:
+            for position in self._rest:
+                self._static[position].copy_(inputs[position])
+            addresses = [addresses[p] for p in self._by_node]
+        self._pack(*addresses, *(map(Tensor.data_ptr, outputs) if outputs else self._nowhere))
+        (status,) = node.set_params(node.executable, node.node, self._params)
+        if status:
+            raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
+        node.loaded = True
+        node.replay()
 
     def _plain(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The inputs, converted where the copy node needs that, and copied where they share memory with a buffer."""
