@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from sys import intern
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def make_kwargs(case: Case, device: torch.device, dtype: torch.dtype) -> dict[st
     """Random kwargs; the nested ones are lists in dicts in a dict."""
     tensors = [torch.randn(SHAPE, device=device, dtype=dtype) for _ in range(case.tensors)]
     if not case.nested:
-        return {f"x{number}": x for number, x in enumerate(tensors)}
+        return {intern(f"x{number}"): x for number, x in enumerate(tensors)}  # as names in source code are
     half = (len(tensors) + 1) // 2
     return {"x": {"front": {"first": tensors[0], "more": tensors[1:half]}, "back": tensors[half:]}}
 

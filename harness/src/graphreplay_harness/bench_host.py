@@ -105,7 +105,7 @@ def _match(kwargs: dict[str, Any]) -> HostCase:
     state = ambient.read()
     signature, leaves = flatten(kwargs)
     key = Key(signature, ambient.key(state), (), None)
-    plan = Plan(key, ambient, state, kwargs, None, leaves, shares_freely=False)
+    plan = Plan(key, ambient, state, kwargs, None, leaves)
     return HostCase(lambda: plan.match(state, kwargs, None), lambda: plan.match(state, kwargs, None) is not None)
 
 

@@ -38,7 +38,7 @@ def plan_of(kwargs, variant=None):
     ambient = Ambient("cpu")
     signature, leaves = flatten(kwargs, ordered_below=0)
     key = Key(signature, (), (), None)
-    return Plan(key, ambient, ambient.read(), kwargs, variant, leaves, shares_freely=True)
+    return Plan(key, ambient, ambient.read(), kwargs, variant, leaves)
 
 
 def match(plan, kwargs, variant=None):

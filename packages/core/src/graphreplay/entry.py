@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Generator, Tensor
 
 from graphreplay.request import Key
@@ -84,8 +83,6 @@ class Entry:
         self.graph = graph
         self.repeatable = repeatable
         self.replays = 0
-        self.plannable = True
-        """Whether a plan may recognize calls of this graph, as far as is known."""
         self.written = written
         self.changes = changes
         self._inputs = inputs
@@ -96,19 +93,22 @@ class Entry:
         aliases = {id(tensor): tensor.detach() for tensor in output_leaves}
         output_leaves = [aliases[id(tensor)] for tensor in output_leaves]
         # Rebuilt here and at each call, so that nobody else holds, or changes, a container that is handed out.
-        self._rebuild = rebuilder(replace_tensors(outputs, iter(output_leaves), share_records=False))
-        check_rebuilt(self._rebuild(output_leaves), output_leaves, "output")
+        self.rebuild = rebuilder(replace_tensors(outputs, iter(output_leaves), share_records=False))
+        check_rebuilt(self.rebuild(output_leaves), output_leaves, "output")
         self._output_leaves = output_leaves
         shares_inputs = not set(storage_ids(inputs)).isdisjoint(storage_ids(output_leaves))
         lends = not (clone_outputs or written or shares_inputs)
         self._handing_out = None if lends else CopyPlan(output_leaves)
         handed_out = () if self._handing_out is None else self._handing_out.pick_dense(output_leaves)
         self._launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
-        self._simple = self._staging.is_simple and self._handing_out is not None and self._handing_out.is_simple
-        self._make = list(map(maker_of, output_leaves)) if self._simple else []
+        simple = self._handing_out is not None and self._handing_out.is_simple
+        self._make = list(map(maker_of, output_leaves)) if simple else []
         self._index = output_leaves[0].get_device() if output_leaves else -1
-        self.launch: Launch = self._launch if self._simple else self._launch_dense
+        self.launch: Launch = self._launch if simple else self._launch_dense
         """Replays what was staged; on a device this returns while the work goes on."""
+        self.is_plain = self._staging.is_simple and not written and (simple or lends)
+        """Whether a replay takes no more than ``allocate``, ``launch`` and ``rebuild``, if the bytes of all inputs are
+        their values."""
         self._keep_alive = keep_alive
         self.reads_only = repeatable and not written and not shares_inputs
         """Whether nobody can tell if inputs share storage with each other, or with what the module holds."""
@@ -122,47 +122,47 @@ class Entry:
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
 
+    def allocate(self) -> Sequence[Tensor]:
+        """Memory for the outputs."""
+        if self._make:
+            outputs = [make() for make in self._make]
+            if outputs[0].get_device() == self._index:  # they come from the current device
+                return outputs
+        return self._output_leaves if self._handing_out is None else self._handing_out.allocate(self._output_leaves)
+
     def stage(
-        self, leaves: Sequence[Tensor], addresses: Sequence[int], bytes_are_values: bool
-    ) -> tuple[Sequence[Tensor], Sequence[int], list[Tensor]]:
+        self, leaves: Sequence[Tensor], addresses: Sequence[int]
+    ) -> tuple[Sequence[Tensor], Sequence[int], Sequence[Tensor]]:
         """All that can be done before anything runs that an eager call would do again.
 
         Args:
             leaves: the tensors to copy, in leaf order.
             addresses: where their bytes begin.
-            bytes_are_values: whether it is known that none of them is lazily negated or conjugated.
 
         Returns:
             What ``launch`` takes: inputs, their addresses, and memory for the outputs.
         """
-        if self._simple and bytes_are_values:
-            outputs = [make() for make in self._make]
-            if outputs[0].get_device() != self._index:  # they come from the current device
-                outputs = list(map(torch.empty_like, self._output_leaves))
-            return leaves, addresses, outputs
         dense, where = self._staging.pick_dense(leaves), self._staging.pick_dense(addresses)
-        if not bytes_are_values:
-            lazy = any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense)))
-            if lazy:
-                dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
-                where = list(map(Tensor.data_ptr, dense))
-        outputs = self._output_leaves if self._handing_out is None else self._handing_out.allocate(self._output_leaves)
+        if any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense))):
+            dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
+            where = list(map(Tensor.data_ptr, dense))
+        outputs = self.allocate()
         self._staging.copy_rest(self._inputs, leaves)
         return dense, where, outputs
 
     def _launch_dense(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
         self._launch(inputs, addresses, () if self._handing_out is None else self._handing_out.pick_dense(outputs))
 
-    def hand_out(self, leaves: Sequence[Tensor], outputs: list[Tensor]) -> Any:
+    def hand_out(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """The outputs of the last launch. Inputs that the forward writes are written in ``leaves`` too, as the eager
         forward would do."""
         self.replays += 1
         if self.written:
             positions = self.written
             self._write_back.copy([leaves[p] for p in positions], [self._inputs[p] for p in positions])
-        if not self._simple and self._handing_out is not None:
+        if self._handing_out is not None:
             self._handing_out.copy_rest(outputs, self._output_leaves)
-        return self._rebuild(outputs)
+        return self.rebuild(outputs)
 
     def free(self) -> None:
         """Frees the graph and, with this entry, the memory around it."""

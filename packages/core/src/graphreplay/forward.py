@@ -4,15 +4,16 @@
                                   ├─ miss ─► forward once, eagerly: the call's own result ─► capture for the next call
                                   └─ not graphable ─► eager, with a reason that is counted and logged
 
-The road is ``_call``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below. A platform
-overrides the hooks in hooks.py and never repeats the road. Captures ahead of calls are in upkeep.py, and what a wrapper
-keeps between calls in state.py.
+The road is ``_go``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below. ``_call`` and
+``_hit`` before them are its short cut, for calls like recent ones: no key is built where a plan (plan.py) knows that it
+would be equal. A platform overrides the hooks in hooks.py and never repeats the road. Captures ahead of calls are in
+upkeep.py, and what a wrapper keeps between calls in state.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import call as run
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from graphreplay import upkeep
 from graphreplay.ambient import eager_only
@@ -224,8 +226,79 @@ class GraphedForward(GraphStore):
     # ------------------------------------------------------------------------------------------- road
 
     def _call(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
-        if self._closed or self._forks != forks.count:
-            self._check_usable()
+        plans = self._plans
+        if (
+            plans
+            and self._forks == forks.count
+            and not is_dynamo_compiling()
+            and not thread.capturing
+            and not self._is_capturing()
+        ):
+            state = tuple(map(run, self._ambient.readers))
+            for plan in plans:
+                leaves = plan.match(state, kwargs, options.variant)
+                if leaves is not None:
+                    hit = self._hit if not self._nvtx else self._marked_hit
+                    answer = hit(plan, leaves, options)
+                    if answer is not None:
+                        return answer[0]
+                    break
+        return self._go(kwargs, options)
+
+    def _hit(self, plan: Plan, leaves: Sequence[Tensor], options: CallOptions) -> tuple[Any] | None:
+        """Replays for a call that a plan has recognized, and returns the outputs in a tuple; or None where the road has
+        to decide, which then finds everything as it was."""
+        addresses, watch, peers = list(map(Tensor.data_ptr, leaves)), self._watch, self.peers
+        if (
+            watch is None
+            or not all(addresses)
+            or (plan.grad_mode and watch.requires_grad())
+            or forward_ad._current_level >= 0
+        ):
+            return None
+        if not peers.alone:
+            peers.check()
+        with self.pool.lock:
+            cache = self._cache
+            entry = cache.newest if cache.newest_key is plan.key else cache.get(plan.key)
+            if entry is None or plan not in self._plans:  # by another thread, while this one waited for its turn
+                return None
+            if not entry.reads_only and not share_nothing(leaves, watch):
+                return None
+            # Where the call can be done over, the host looks at the module while the device works.
+            harmless = entry.repeatable and not self.pool.lends
+            if not harmless and self._check_module and not watch.is_untouched():
+                return None
+            try:
+                self._take_turn()
+                outputs = entry.allocate()
+            except Exception:
+                return None
+            try:
+                entry.launch(leaves, addresses, outputs)
+            except Exception as error:
+                self.disable(f"replay failed: {describe(error)}")
+                if not harmless:
+                    raise
+                return None
+            if harmless and self._check_module and not watch.is_untouched():
+                return None
+            if not peers.alone:
+                peers.next_call()
+            entry.replays += 1
+            self._stats.replays += 1
+            if options.pin:
+                cache.pin(plan.key)
+            if plan is not self._plans[0]:
+                self._promote(plan)
+            return (entry.rebuild(outputs),)
+
+    def _marked_hit(self, plan: Plan, leaves: Sequence[Tensor], options: CallOptions) -> tuple[Any] | None:
+        with self._range("replay"):
+            return self._hit(plan, leaves, options)
+
+    def _go(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
+        self._check_usable()
         if thread.capturing or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with body_error_wins(self._capture_context):
@@ -237,15 +310,14 @@ class GraphedForward(GraphStore):
             return self._eager(kwargs, self.disabled_reason)
         request = self._request(kwargs, options)
         call = "" if peers.alone else peers.next_call()
-        if type(request) is str:
+        if isinstance(request, str):
             self.peers.excuse(call, request)
             return self._eager(kwargs, request)
         with self.pool.lock:
-            answer = self._look_up(request)
-            if type(answer) is Entry:
-                answer = self._replay(answer, request) if not self._nvtx else self._marked_replay(answer, request)
-                if type(answer) is tuple:
-                    return answer[0]
+            found = self._look_up(request)
+            answer = self._replay(found, request) if isinstance(found, Entry) else found
+            if isinstance(answer, tuple):
+                return answer[0]
             if answer is None:
                 try:
                     result = self.module(**kwargs)
@@ -261,23 +333,10 @@ class GraphedForward(GraphStore):
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             return "torch.compile is tracing the call"
-        state, watch = tuple(map(run, self._ambient.readers)), self._watch or self._watched()
-        for plan in self._plans:
-            leaves = plan.match(state, kwargs, options.variant)
-            if leaves is None:
-                continue
-            addresses = list(map(Tensor.data_ptr, leaves))
-            if (
-                all(addresses)
-                and (plan.shares_freely or share_nothing(leaves, watch))
-                and not (plan.grad_mode and watch.requires_grad())
-                and forward_ad._current_level < 0
-            ):
-                return Request(kwargs, options, leaves, addresses, plan.key, state, plan, ahead)
-            break
-        return watch.refusal or eager_only() or keyed(self, kwargs, options, watch, state, ahead)
+        watch = self._watch or self._watched()
+        return watch.refusal or eager_only() or keyed(self, kwargs, options, watch, ahead)
 
     def _look_up(self, request: Request) -> Entry | str | None:
         """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
@@ -289,21 +348,14 @@ class GraphedForward(GraphStore):
         except Exception as error:
             self.disable(f"the current stream cannot be ordered behind the graphs': {describe(error)}")
             return self.disabled_reason
-        cache = self._cache
-        entry = cache.newest if cache.newest_key is request.key else cache.get(request.key)
-        if request.plan is not None and request.plan.shares_freely and not (entry and entry.reads_only):
-            refusal = self._look_at_sharing(request)
-            if refusal is not None:
-                return refusal
-            entry = self._cache.get(request.key)
-        # Whether the call can be done over after a replay, which then need not wait for the look at the module.
-        if entry is None or (self._check_module and not (entry.repeatable and not self.pool.lends)):
+        entry = self._cache.get(request.key)
+        if entry is None or (self._check_module and not self._can_do_over(entry)):
             changed = self._drop_if_changed()
             if changed is not None:
                 return self._missed(request, changed)
         if entry is None:
             return self._missed(request, None)
-        return entry if request.plan and not entry.written else entry.refusal(request.leaves) or entry
+        return entry.refusal(request.leaves) or entry
 
     def _replay(self, entry: Entry, request: Request) -> tuple[Any] | str | None:
         """Replays, and returns the outputs in a tuple; or, if the module turns out to have changed, what ``_look_up``
@@ -323,23 +375,23 @@ class GraphedForward(GraphStore):
             if self._closed or self.disabled_reason is not None or self._cache.get(request.key) is not entry:
                 return "the forward has dropped its own graph while it was compared"
         harmless = True  # whether an eager call can make up for what fails
-        try:
-            dense, addresses, outputs = entry.stage(request.leaves, request.addresses, request.plan is not None)
-            harmless = entry.repeatable and not self.pool.lends  # any other replay may write half of what it writes
-            entry.launch(dense, addresses, outputs)
-            # The host looks at the module while the device works. What such a graph has computed from weights that
-            # moved is dropped; any other one had to wait for this check.
-            if harmless and self._check_module and not (self._watch and self._watch.is_untouched()):
-                changed = self._drop_if_changed()
+        with self._range("replay") if self._nvtx else nullcontext():
+            try:
+                dense, addresses, outputs = entry.stage(request.leaves, request.addresses)
+                harmless = self._can_do_over(entry)  # any other replay may write half of what it writes
+                entry.launch(dense, addresses, outputs)
+                # The host looks at the module while the device works. What such a graph has computed from weights that
+                # moved is dropped; any other one had to wait for this check.
+                changed = self._drop_if_changed() if harmless and self._check_module else None
                 if changed is not None:
                     return self._missed(request, changed)
-            harmless = harmless and not entry.written
-            result = entry.hand_out(request.leaves, outputs)
-        except Exception as error:
-            self.disable(f"replay failed: {describe(error)}")
-            if not harmless:
-                raise
-            return self.disabled_reason
+                harmless = harmless and not entry.written
+                result = entry.hand_out(request.leaves, outputs)
+            except Exception as error:
+                self.disable(f"replay failed: {describe(error)}")
+                if not harmless:
+                    raise
+                return self.disabled_reason
         if eager is not None:
             self._stats.verified += 1
             difference = eager.difference(result)
@@ -352,32 +404,27 @@ class GraphedForward(GraphStore):
             self._churn.replayed(request.key.signature)
         if request.options.pin:
             self._cache.pin(request.key)
-        if entry.plannable and (not self._plans or request.plan is not self._plans[0]):
+        if entry.is_plain and self._verify != "always":
             self._plan(entry, request)
         return (result,)
 
-    def _marked_replay(self, entry: Entry, request: Request) -> tuple[Any] | str | None:
-        with self._range("replay"):
-            return self._replay(entry, request)
+    def _can_do_over(self, entry: Entry) -> bool:
+        """Whether a call can run eagerly after its replay, as if that had not been."""
+        return entry.repeatable and not self.pool.lends
 
     def _plan(self, entry: Entry, request: Request) -> None:
-        """Has calls like this one be compared with it first."""
-        plan = request.plan
-        if plan is None:
-            try:
-                plan = Plan(
-                    entry.key,
-                    self._ambient,
-                    request.state,
-                    request.kwargs,
-                    request.options.variant,
-                    request.leaves,
-                    shares_freely=entry.reads_only,
-                )
-            except ValueError as error:
-                entry.plannable = False  # and no later call tries again, which takes half of what its key takes
-                logger.debug("%s builds the key of each such call: %s", self.name, str(error))
-                return
+        """Has calls like this one take the short cut."""
+        options = request.options
+        try:
+            plan = Plan(entry.key, self._ambient, request.state, request.kwargs, options.variant, request.leaves)
+        except ValueError as error:
+            entry.is_plain = False  # and no later call tries again, which takes half of what its key takes
+            logger.debug("%s builds the key of each such call: %s", self.name, str(error))
+        else:
+            self._promote(plan)
+
+    def _promote(self, plan: Plan) -> None:
+        """Has calls be compared with this plan first."""
         self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
 
     def _drop_if_changed(self) -> str | None:

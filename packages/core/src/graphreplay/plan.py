@@ -25,10 +25,6 @@ MAX_PLANS = 4
 class Plan:
     """Recognizes calls with one key, by the process's state, kwargs and variant.
 
-    Args:
-        shares_freely: whether leaves may share storage, though those of the key do not: the key's graph only reads
-            them. One that is captured anew may do otherwise.
-
     Raises:
         ValueError: it cannot be told so simply.
     """
@@ -41,8 +37,6 @@ class Plan:
         kwargs: dict[str, Any],
         variant: Any,
         leaves: Sequence[Tensor],
-        *,
-        shares_freely: bool,
     ) -> None:
         if any(state[:2]):
             raise ValueError("modes that are active")
@@ -51,7 +45,6 @@ class Plan:
         self.grad_mode: bool = state[2]
         self._autocast = ambient.autocast()
         self._ambient = ambient
-        self.shares_freely = shares_freely
         self._names = tuple(kwargs)
         if not set(map(type, kwargs)) <= ONLY_STR:
             raise ValueError("a name that is no plain string")
@@ -91,7 +84,7 @@ class Plan:
     def match(self, state: State, kwargs: dict[str, Any], variant: Any) -> Sequence[Tensor] | None:
         """The leaves of a call in their order, if it has the key, or None if it may not have it.
 
-        The caller still looks at whether leaves share storage, where that counts.
+        The caller still looks at whether they have memory, share some, or require gradients with the weights.
         """
         names = self._names
         if (

@@ -17,7 +17,6 @@ from graphreplay.storage import sharing_pattern, storage_ids
 from graphreplay.tree import path_of
 
 if TYPE_CHECKING:
-    from graphreplay.plan import Plan
     from graphreplay.state import GraphStore
     from graphreplay.weights import ModuleWatch
 
@@ -128,8 +127,6 @@ class Request:
     """Equal for two calls exactly if one graph can serve both."""
     state: State
     """Of the process, at the call."""
-    plan: Plan | None
-    """By which the key was recognized; then the bytes of every leaf are its values."""
     ahead: bool
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 
@@ -145,11 +142,11 @@ def keyed(
     kwargs: dict[str, Any],
     options: CallOptions,
     watch: ModuleWatch,
-    state: State,
     ahead: bool,
 ) -> Request | str:
     """The request of a call that no plan recognizes, or why no graph may serve it."""
     variant = None if options.variant is None else variant_key(options.variant)
+    state = store._ambient.read()
     try:
         signature, leaves = store._flatten(kwargs)
         ids = storage_ids(leaves)
@@ -169,4 +166,4 @@ def keyed(
         return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
     sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
     key = Key(signature, store._ambient.key(state), sharing, variant)
-    return Request(kwargs, options, leaves, addresses, key, state, None, ahead)
+    return Request(kwargs, options, leaves, addresses, key, state, ahead)

@@ -18,7 +18,7 @@ from graphreplay.errors import ClosedError, ForkedError, NotCopyableError
 from graphreplay.hooks import BackendHooks
 from graphreplay.peers import NoPeers
 from graphreplay.plan import Plan
-from graphreplay.request import Key, Request, keyed
+from graphreplay.request import Key, Request
 from graphreplay.signature import Signature
 from graphreplay.stats import Stats, logger
 from graphreplay.together import Failure
@@ -194,23 +194,12 @@ class GraphStore(BackendHooks):
 
     def _missed(self, request: Request, changed: str | None) -> str | None:
         """Counts a miss, or says why such a call is not captured."""
-        reason = self._look_at_sharing(request) or self._refused.get(request.key)
+        reason = self._refused.get(request.key)
         if reason is None and not request.ahead:
             reason = self._churn.refusal(request.key.signature)
         if reason is None:
             self._stats.miss(changed or self._what_is_new(request.key))
         return reason
-
-    def _look_at_sharing(self, request: Request) -> str | None:
-        """Keys a call anew whose plan did not look at shared storage, which is right for the graph of the plan alone.
-        Returns why no graph may serve it, or None."""
-        if request.plan is None or not request.plan.shares_freely:
-            return None
-        again = keyed(self, request.kwargs, request.options, self._watched(), request.state, request.ahead)
-        if isinstance(again, str):
-            return again
-        request.key, request.leaves, request.addresses, request.plan = again.key, again.leaves, again.addresses, None
-        return None
 
     def _settle(self, failure: Failure, request: Request) -> None:
         """Draws the conclusion from a capture that failed, as severe as it is."""
@@ -223,7 +212,7 @@ class GraphStore(BackendHooks):
     def _keep(self, entry: Entry, request: Request) -> None:
         """Takes in the graph of a request, or refuses the request if the graph alone is too large."""
         self._stats.captures += 1
-        # Those of the key were made for another graph, which may have read what this one writes.
+        # Those of the key were made for another graph, of which other things held.
         self._plans = tuple(plan for plan in self._plans if plan.key != request.key)
         what_is_new = self._what_is_new(request.key)
         self._last = request.key
