@@ -267,7 +267,7 @@ class GraphedForward(GraphStore):
                 return None
             # Where the call can be done over, the host looks at the module while the device works.
             harmless = entry.repeatable and not self.pool.lends
-            if not harmless and self._check_module and not watch.is_untouched():
+            if not harmless and self._check_module and not watch.is_untouched() and watch.changed():
                 return None
             try:
                 self._take_turn()
@@ -281,7 +281,7 @@ class GraphedForward(GraphStore):
                 if not harmless:
                     raise
                 return None
-            if harmless and self._check_module and not watch.is_untouched():
+            if harmless and self._check_module and not watch.is_untouched() and watch.changed():
                 return None
             if not peers.alone:
                 peers.next_call()

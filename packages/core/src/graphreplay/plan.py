@@ -127,8 +127,8 @@ def _same_names(node: dict[Any, Any], names: tuple[str, ...]) -> bool:
 
 
 def _picker(positions: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """What takes the items at these positions out of a list, in one call of C."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    start = positions[0] if positions else 0  # given one position, it would return the item itself
-    return itemgetter(slice(start, start + len(positions)))
+    """What takes the items at these positions out of a list, in one call of C: a slice where they lie side by side."""
+    start = positions[0] if positions else 0
+    if list(positions) == list(range(start, start + len(positions))):
+        return itemgetter(slice(start, start + len(positions)))
+    return itemgetter(*positions)  # two or more, or it would return the item itself

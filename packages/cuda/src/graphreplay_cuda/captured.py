@@ -13,6 +13,7 @@ from graphreplay.entry import Launch
 from graphreplay.storage import CopyPlan
 from graphreplay_cuda import driver, kernels, streams
 from graphreplay_cuda.context import graph
+from graphreplay_cuda.copynode import Launches
 from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.pools import PoolHandle
 
@@ -26,15 +27,9 @@ class PoolState:
         # Warm-ups run here too, so that whatever libraries allocate at a stream's first use is no memory of a graph.
         self.capture_stream = streams.borrow_stream(device.index)
         weakref.finalize(self, streams.give_back, self.capture_stream).atexit = False
-        self.last_stream = torch.cuda.current_stream(device)
-        """Where the pool's latest work was put."""
-        self.last_raw = self.last_stream.cuda_stream
-        self.index: int = device.index
-
-    @property
-    def blocked(self) -> bool:
-        """Whether someone else captures the stream of the latest work, so that nothing can wait for it."""
-        return self.last_raw != 0 and driver.is_capturing(self.last_raw)
+        self.launches = Launches(device)
+        """Those of all graphs of the pool, and of all else that is done with its memory."""
+        self.launches.take_turn()
 
     def release(self) -> None:
         """Gives memory back to the device if the pool has no graph left: nobody else can use it."""
@@ -89,6 +84,7 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
         noted = torch.empty(0, dtype=torch.int64, device=pool.device).set_(storage)
         outputs = forward()
         grown = torch.cuda.memory_reserved(pool.device) - before
+    captured.take_turns_with(pool.launches)
     # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds. Other threads'
     # growth is in it too: torch tells what a pool holds only by a snapshot, which walks and copies all of its blocks.
     return CapturedForward(captured, noted, max(0, grown)), outputs

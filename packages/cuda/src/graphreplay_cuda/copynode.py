@@ -89,7 +89,7 @@ def _grid(sizes: Sequence[int]) -> tuple[int, int]:
 
 
 class Launches:
-    """The launches of one graph, which come one at a time."""
+    """The launches of one graph, or of several that share memory, which come one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

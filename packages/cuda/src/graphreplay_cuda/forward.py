@@ -55,14 +55,13 @@ class CUDAGraphedForward(GraphedForward):
             return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if torch._C._cuda_isCurrentStreamCapturing():
             return True
-        return torch._C._cuda_getCurrentRawStream(state.index) != state.last_raw and state.blocked
+        launches = state.launches
+        return torch._C._cuda_getCurrentRawStream(launches.index) != launches.last and launches.is_blocked()
 
     def _take_turn(self) -> None:
-        state = self.pool.backend or self._pool_state
-        if torch._C._cuda_getCurrentRawStream(state.index) != state.last_raw:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(state.last_stream)
-            state.last_stream, state.last_raw = current, current.cuda_stream
+        launches = (self.pool.backend or self._pool_state).launches
+        if torch._C._cuda_getCurrentRawStream(launches.index) != launches.last:
+            launches.take_turn()
 
     def _release_memory(self) -> None:
         if self.pool.backend is not None:

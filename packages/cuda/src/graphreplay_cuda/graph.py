@@ -243,6 +243,11 @@ class CUDAGraph(ConditionalNodes):
             self._hand_out = HandOut(self._launches.device.index, outputs, noted) if outputs else None
         self._keep_alive.append(noted)
 
+    def take_turns_with(self, launches: Launches) -> None:
+        """Has the launches of this graph count among these, which come one after another. Comes before the first
+        ``staging()``, and before launches."""
+        self._launches = launches
+
     # ------------------------------------------------------------------------------------------- state
 
     @property

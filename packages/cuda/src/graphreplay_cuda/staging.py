@@ -97,21 +97,21 @@ class Staging:
         """As ``stage_and_launch``, but trusts the caller that no capture is under way, and that there is one input for
         each buffer: a tensor of the same dtype, device, shape and strides, not lazily conjugated or negated, that
         shares no memory with any buffer. Anything else may copy foreign memory."""
-        with self._node.launches.lock:
+        launches = self._node.launches
+        with launches.lock:
+            self._node.check()
+            launches.take_turn()
             self.run(inputs, list(map(Tensor.data_ptr, inputs)), ())
 
     def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
         """As ``launch``, for inputs whose bytes begin at these addresses; copies what the graph hands out to
         ``outputs``, tensors of the same layouts, where none without elements stands for nowhere; or nowhere at all.
-        The caller sees to it that no other thread launches the graph meanwhile."""
+        The caller has taken the graph's turn, and sees to it that no other thread does meanwhile."""
         if not driver.thread.has_context:
             driver.ensure_context()
         node = self._node
-        launches = node.launches
         if node.closed:
             node.check()
-        if torch._C._cuda_getCurrentRawStream(launches.index) != launches.last:
-            launches.take_turn()
         if self._rest:
             for position in self._rest:
                 self._static[position].copy_(inputs[position])
