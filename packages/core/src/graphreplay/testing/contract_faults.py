@@ -43,12 +43,11 @@ STEPS: dict[str, tuple[object, str]] = {
     "copy": (storage.CopyPlan, "copy"),
     "copy what is not dense": (storage.CopyPlan, "copy_rest"),
     "make the entry": (entry.Entry, "__init__"),
-    "launch": (entry.Entry, "launch"),
+    "allocate outputs": (entry.Entry, "allocate"),
     "hand the outputs out": (entry.Entry, "hand_out"),
     "free": (entry.Entry, "free"),
 }
-"""What allocates, copies or launches between the hooks."""
-
+"""What allocates or copies between the hooks; and each entry's ``launch``."""
 
 MAY_RAISE = {"_is_capturing", "put it back"}
 """Before the call has begun to run; and where no call can be right."""
@@ -74,8 +73,17 @@ class Steps:
         with ExitStack() as stack:
             for name, (owner, attribute) in {**STEPS, **{hook: (self._cls, hook) for hook in HOOKS}}.items():
                 function = getattr(owner, attribute)
+                if name == "make the entry":
+                    function = self._with_launch(function)
                 stack.enter_context(mock.patch.object(owner, attribute, self._step(name, function)))
             yield
+
+    def _with_launch(self, init: Callable[..., None]) -> Callable[..., None]:
+        def make(made: entry.Entry, *args: Any, **kwargs: Any) -> None:
+            init(made, *args, **kwargs)
+            made.launch = self._step("launch", made.launch)
+
+        return make
 
     def _step(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -93,9 +101,10 @@ class Stepping(nn.Module):
 
     steps: Tensor
 
-    def __init__(self, writes: bool) -> None:
+    def __init__(self, writes: bool, shares: bool) -> None:
         super().__init__()
         self.writes = writes
+        self.shares = shares
         self.linear = nn.Linear(8, 8)
         self.register_buffer("steps", torch.zeros(2))
 
@@ -104,21 +113,21 @@ class Stepping(nn.Module):
         if self.writes:
             self.steps.add_(1)
             y = y + torch.rand_like(y)
-        return {"y": y, "view": y[:1]}
+        return {"y": y, "view": y[:1]} if self.shares else {"y": y}
 
 
 class FaultContract(ContractBase):
     """Faults injected at every step."""
 
-    def session(self, steps: Steps, *, writes: bool, verify: str = "off") -> list[str]:
-        """Four calls and the end, each beside a plain module, then another wrapper's calls; what was raised."""
+    def session(self, steps: Steps, *, writes: bool, shares: bool = False, verify: str = "off") -> list[str]:
+        """Five calls and the end, each beside a plain module, then another wrapper's calls; what was raised."""
         torch.manual_seed(0)
-        module, plain = Stepping(writes), Stepping(writes)
+        module, plain = Stepping(writes, shares), Stepping(writes, shares)
         plain.load_state_dict(module.state_dict())
         graphed, plain = self.wrap(module, verify=verify), plain.to(self.device)
         raised = []
         with torch.inference_mode():
-            for call, count in enumerate([3, 3, 4, 3]):
+            for call, count in enumerate([3, 3, 3, 4, 3]):
                 x = self.x(count, seed=call)
                 torch.manual_seed(call)
                 wanted = plain(x=x)
@@ -145,14 +154,15 @@ class FaultContract(ContractBase):
         return raised
 
     @pytest.mark.parametrize("verify", ["off", "always"])
+    @pytest.mark.parametrize("shares", [False, True])
     @pytest.mark.parametrize("writes", [False, True])
-    def test_a_fault_at_any_step(self, writes: bool, verify: str) -> None:
+    def test_a_fault_at_any_step(self, writes: bool, shares: bool, verify: str) -> None:
         clean = Steps(self.cls)
-        assert self.session(clean, writes=writes, verify=verify) == []
+        assert self.session(clean, writes=writes, shares=shares, verify=verify) == []
         assert {"_capture_graph", "_take_turn", "launch", "hand the outputs out", "copy"} <= set(clean.seen)
         allowed = MAY_RAISE | BEHIND_WRITES if writes else MAY_RAISE
         for step, name in enumerate(clean.seen):
-            raised = self.session(Steps(self.cls, step), writes=writes, verify=verify)
+            raised = self.session(Steps(self.cls, step), writes=writes, shares=shares, verify=verify)
             assert raised in ([], [f"injected at {name}"]) if name in allowed else raised == [], f"step {step}, {name}"
 
     def test_a_fault_behind_writes_is_raised(self) -> None:
