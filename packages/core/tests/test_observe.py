@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphreplay.errors import CaptureError
-from graphreplay.observe import Observer, Snapshot
+from graphreplay.observe import Observer
+from graphreplay.snapshot import Snapshot
 from graphreplay.storage import storage_ids
 from graphreplay.testing.zoo import rows
 

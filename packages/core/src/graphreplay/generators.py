@@ -229,13 +229,13 @@ def generator_id(generator: torch.Generator) -> int:
 
 def generators_among(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """Those that an operator is given; some take theirs by position."""
-    if not _takes_generators(op):
+    if not takes_generators(op):
         return []
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
 
 
 @per_op
-def _takes_generators(op: OpOverload) -> bool:
+def takes_generators(op: OpOverload) -> bool:
     return any("Generator" in str(argument.type) for argument in op._schema.arguments)
 
 
