@@ -241,11 +241,11 @@ class _HeldIds:
 
     def add(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self.ids:
-            self.ids.add(storage._weak_ref())
+            self.ids.add(storage._weak_ref())  # type: ignore[arg-type]  # a number, whatever torch's types say
 
     def __del__(self) -> None:
         for storage in self.ids:
-            self._free(storage)
+            self._free(storage)  # type: ignore[no-untyped-call]
 
 
 # As OpMode's own, which see.

@@ -131,9 +131,11 @@ class ModuleWatch:
 
     def generators(self, attributes: AttributeSnapshot) -> list[torch.Generator]:
         """The random generators among the attributes of the modules, and those that their forwards hold or name."""
-        held = [value for value in attributes.values() if type(value) is torch.Generator]
-        forwards = [self._forward, *(module.forward for module in self._bare)]
-        return [*held, *(found for forward in forwards for found in held_behind(forward, torch.Generator))]
+        # Most modules share a forward with others of their class, which is looked at once.
+        shared = {id(forward): forward for forward in map(_forward_of, self._bare)}
+        forwards = [self._forward, *shared.values()]
+        held = (found for forward in forwards for found in held_behind(forward, torch.Generator))
+        return [*attributes.generators, *held]
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self._tensors)
@@ -190,23 +192,26 @@ class ModuleWatch:
             StatefulForwardError: the body ran and moved a tensor.
         """
         tensors = [*self._tensors, *more]
-        before = [(tensor.detach(), [read(tensor) for read in _PLACE]) for tensor in tensors]
-        moved = None
+        names = [*self._names, *["a kwarg"] * len(more)]
+        data, before = list(map(Tensor.detach, tensors)), _places(tensors)
+        moved = []
         try:
             yield
         finally:
-            for position, (tensor, (data, place)) in enumerate(zip(tensors, before, strict=True)):
-                if [read(tensor) for read in _PLACE] != place:
-                    moved = moved or ([*self._names, *["a kwarg"] * len(more)][position])
-                    tensor.data = data
+            now = _places(tensors)
+            if now != before:
+                places = zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)
+                moved = [position for position, (place, was) in enumerate(places) if place != was]
+                for position in moved:
+                    tensors[position].data = data[position]
         if moved:
             raise StatefulForwardError(
-                f"the forward moves {moved} to other memory or changes how it is seen, which a replay would not do; "
-                "update it in place"
+                f"the forward moves {names[moved[0]]} to other memory or changes how it is seen, which a replay would "
+                "not do; update it in place"
             )
 
     def _places_now(self) -> list[list[Any]]:
-        return [list(map(read, self._tensors)) for read in _PLACE]
+        return _places(self._tensors)
 
     def _structure_now(self) -> tuple[list[Any], ...]:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
@@ -247,8 +252,18 @@ _PLACE: tuple[Callable[[Tensor], Any], ...] = (
 """Where a tensor lies and how it is seen, each read by one C call."""
 
 
+def _places(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    return [list(map(read, tensors)) for read in _PLACE]
+
+
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(is_, these, those))
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward of a module, without the module where it is a method of that."""
+    forward: Any = module.forward
+    return forward.__func__ if getattr(forward, "__self__", None) is module else forward
 
 
 def _is_bound(value: Any) -> bool:
