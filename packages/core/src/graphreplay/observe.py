@@ -17,7 +17,7 @@ from graphreplay.errors import CaptureError
 from graphreplay.generators import DefaultGenerators, OwnGenerators, generators_among, may_draw
 from graphreplay.hostsync import SyncProbe, probe_taken_over
 from graphreplay.opmode import OpMode, namespace_of, tensor_args, uncompiled, written_args
-from graphreplay.plainops import is_plain
+from graphreplay.plainops import plain_op
 from graphreplay.snapshot import Snapshot
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -149,14 +149,15 @@ class Observer(Recorder):
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         # Of thousands of operators nearly all come this way, which is as short as it can be.
-        if not (is_plain(func) and self._only_reads(args)):
+        plain = plain_op(func)
+        if plain is None or not self._only_reads(args):
             return super()._dispatch(func, types, args, kwargs)
         result = func._op(*args, **kwargs) if kwargs else func._op(*args)
         made = (result,) if type(result) is Tensor else tensor_args((result,))
         if self._probe is not None:
             self._probe.after(func, made)
         self._after_op(made)
-        return self._as_part(result, args) if self._composites else result
+        return self._as_part(result, args) if self._composites or plain.whole else result
 
     def _only_reads(self, values: Iterable[Any]) -> bool:
         """Notes that a plain operator reads these; False if some of them want a closer look."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._ops import OpOverload
 
@@ -10,7 +10,7 @@ from graphreplay.generators import may_draw, takes_generators
 from graphreplay.hostsync import may_sync
 from graphreplay.opmode import is_composite, may_write, namespace_of, per_op
 
-_KNOWN_PARTS = frozenset(
+KNOWN_PARTS = frozenset(
     {
         "aten::linear",
         "aten::matmul",
@@ -23,22 +23,42 @@ _KNOWN_PARTS = frozenset(
         "aten::layer_norm",
         "aten::rms_norm",
         "aten::group_norm",
+        "aten::softmax.int",
+        "aten::log_softmax.int",
         "aten::conv1d",
         "aten::conv2d",
+        "aten::einsum",
+        "aten::pad",
+        "aten::where.Scalar",
+        "aten::where.ScalarOther",
+        "aten::where.ScalarSelf",
+        "aten::expand_as",
+        "aten::view_as",
     }
 )
 """Composite operators whose parts are known: they compute, and write, draw and wait for nothing. So they can run whole,
 as they do without a mode, in a fraction of the time that their parts take one by one. Those of networks by number."""
 
 
+class PlainOp(NamedTuple):
+    """What is known of an operator that, whatever it is given, at most reads the tensors among its positional
+    arguments: it writes none, draws no random numbers and does not make the host wait, unless for tensors of several
+    devices."""
+
+    whole: bool
+    """Whether it is a composite one that runs whole."""
+
+
 @per_op
-def is_plain(op: Any) -> bool:
-    """Whether an operator, whatever it is given, at most reads the tensors among its positional arguments: it writes
-    none, draws no random numbers and does not make the host wait, unless for tensors of several devices."""
+def plain_op(op: Any) -> PlainOp | None:
+    """None where an operator does more, or may do more."""
     if not isinstance(op, OpOverload) or namespace_of(op) != "aten":
-        return False
+        return None
     if may_write(op) or may_sync(op) or may_draw(op, ()) or takes_generators(op):
-        return False
-    if is_composite(op) and op.name() not in _KNOWN_PARTS:
-        return False
-    return not any(argument.kwarg_only and "Tensor" in str(argument.type) for argument in op._schema.arguments)
+        return None
+    whole = is_composite(op)
+    if whole and op.name() not in KNOWN_PARTS:
+        return None
+    if any(argument.kwarg_only and "Tensor" in str(argument.type) for argument in op._schema.arguments):
+        return None
+    return PlainOp(whole)

@@ -19,7 +19,7 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
 from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
-from graphreplay.behind import held_behind, modules_behind, nested
+from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
 from graphreplay.looks import looks_of
 from graphreplay.tree import TENSOR_TYPES
@@ -79,8 +79,9 @@ class ModuleWatch:
         self._members, self._hooks = list(filter(None, members)), list(filter(None, hooks))
         self._hook_flags = [m.__dict__.get(kind, ()) for _, m in self.modules for kind in _HOOK_FLAGS]
         self._empty = [held for held in (*members, *hooks) if not held]
-        self._bound = [(m.__dict__, key) for _, m in self.modules for key, v in m.__dict__.items() if _is_bound(v)]
         self._bare = [m for _, m in self.modules]
+        # Attributes whose graphs are stale once they are bound to something else.
+        self._bound = [(m.__dict__, key) for m, key in attributes_of(self._bare, _BOUND)]
         self._states = [m.__dict__ for _, m in self.modules]
         self._structure = self._structure_now()
         self._outline = self._outline_now()
@@ -97,6 +98,7 @@ class ModuleWatch:
         self.storage_ids: set[int] = set()
         self.refusal: str | None = None
         """Why the modules cannot be watched, and so not be captured, or None."""
+        plain: list[tuple[str, Tensor]] = []
         for prefix, m in self.modules:
             for name, tensor in _own_tensors(m):
                 path = f"{prefix}.{name}" if prefix else name
@@ -106,19 +108,24 @@ class ModuleWatch:
                     what = f"a {type(tensor).__name__} of layout {tensor.layout}"
                     self.refusal = f"weight {path} is {what}, whose memory cannot be watched"
                 else:
-                    self.add(path, tensor)
+                    plain.append((path, tensor))
+        self._add_all(plain)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Watches one more tensor."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.storage_ids:
-            self.storage_ids.add(storage._cdata)
-            self._storages.append(storage)
-        self._names.append(name)
-        self._tensors.append(tensor)
+        self._add_all([(name, tensor)])
+
+    def _add_all(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        tensors = [tensor for _, tensor in named]
+        for storage in map(Tensor.untyped_storage, tensors):
+            if storage._cdata not in self.storage_ids:
+                self.storage_ids.add(storage._cdata)
+                self._storages.append(storage)
+        self._names += [name for name, _ in named]
+        self._tensors += tensors
         self._seen = None
-        for places, value in zip(self._places, (read(tensor) for read in _PLACE), strict=True):
-            places.append(value)
+        for places, values in zip(self._places, _places(tensors), strict=True):
+            places += values
 
     def hold(self, holdings: Sequence[Holding]) -> None:
         """Watches what is held in containers among the attributes of the modules."""
@@ -264,11 +271,6 @@ def _forward_of(module: nn.Module) -> Any:
     """The forward of a module, without the module where it is a method of that."""
     forward: Any = module.forward
     return forward.__func__ if getattr(forward, "__self__", None) is module else forward
-
-
-def _is_bound(value: Any) -> bool:
-    """Whether an attribute's graphs are stale once it is bound to something else."""
-    return isinstance(value, _BOUND)
 
 
 def _is_plain(value: Any) -> bool:
