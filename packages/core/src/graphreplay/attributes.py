@@ -60,14 +60,9 @@ _Place: TypeAlias = str | tuple[Any, Any]
 the path is rarely asked for, most are never written out."""
 
 
-class _Kept(NamedTuple):
-    """A container, and what it was like."""
-
-    place: _Place
-    container: Any
-    was: Any
-    version: int | None
-    """Of a dict whose version shows every change; others have an order beside it."""
+_Kept: TypeAlias = tuple[_Place, Any, Any, int | None]
+"""A container, where it is, a copy of it, and the version of a dict; none of an OrderedDict, whose version leaves its
+order out."""
 
 
 class AttributeSnapshot:
@@ -93,13 +88,16 @@ class AttributeSnapshot:
             seen.add(id(container))
             version = _version(container) if type(container) is dict else None
             was = container.copy()
-            self._kept.append(_Kept(place, container, was, version))
+            self._kept.append((place, container, was, version))
             for key, value in _items(was):
                 cls = type(value)
                 if cls in _LEAVES:
                     continue
-                if cls in _CONTAINERS and not value:
-                    self._empty.append(value)
+                if cls in _CONTAINERS:
+                    if value:
+                        pending.append(((place, key), value))
+                    else:
+                        self._empty.append(value)
                 elif cls is torch.Generator:
                     self.generators.append(value)
                 elif not isinstance(value, nn.Module):
@@ -117,12 +115,9 @@ class AttributeSnapshot:
         return found
 
     def _path_of(self, value: Any) -> str:
-        """The path of a value among what is kept."""
-        for place, _, was, _ in self._kept:
-            for key, other in _items(was):
-                if other is value:
-                    return _path((place, key))
-        return "that is held by another"
+        """The path of something that is kept."""
+        places = ((place, key) for place, _, was, _ in self._kept for key, held in _items(was) if held is value)
+        return _path(next(places))
 
     def holdings(self, storages: Set[int]) -> list[Holding]:
         """Where tensors over these storages are held, and what leads there from the modules."""
