@@ -199,6 +199,7 @@ WHOLE = {
     "aten::where.Scalar": lambda x: torch.where(x > 0, 1.0, 0.0),
     "aten::where.ScalarOther": lambda x: torch.where(x > 0, _weight[:3], 0.0),
     "aten::where.ScalarSelf": lambda x: torch.where(x > 0, 0.0, _weight[:3]),
+    "aten::repeat_interleave.self_int": lambda x: (x.repeat_interleave(2), x.repeat_interleave(2, dim=0)),
     "aten::expand_as": lambda x: _bias.expand_as(x),
     "aten::view_as": lambda x: x.view_as(_weight[:3]),
 }

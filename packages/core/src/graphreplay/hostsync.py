@@ -86,7 +86,7 @@ def syncing_op(
         low, high = (argument_of(op, args, kwargs, bound) for bound in ("min", "max"))
         return bool(low == high)
     if name == "aten::repeat_interleave":
-        return op._overloadname in ("Tensor", "self_Tensor") and kwargs.get("output_size") is None
+        return kwargs.get("output_size") is None
     return _always_syncs(op) or bool(argument_of(op, args, kwargs, "check_errors"))
 
 
@@ -98,7 +98,9 @@ def _always_syncs(op: OpOverload) -> bool:
 @per_op
 def may_sync(op: OpOverload) -> bool:
     """Whether it depends on the arguments of an operator, beside their devices."""
-    depends = (*_MASKED, "aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::histc", "aten::repeat_interleave")
+    if op._schema.name == "aten::repeat_interleave":
+        return op._overloadname in ("Tensor", "self_Tensor")  # whose counts are in a tensor
+    depends = (*_MASKED, "aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::histc")
     has_flag = any(argument.name == "check_errors" for argument in op._schema.arguments)
     return op._schema.name in depends or has_flag or _always_syncs(op)
 

@@ -32,6 +32,7 @@ KNOWN_PARTS = frozenset(
         "aten::where.Scalar",
         "aten::where.ScalarOther",
         "aten::where.ScalarSelf",
+        "aten::repeat_interleave.self_int",
         "aten::expand_as",
         "aten::view_as",
     }
