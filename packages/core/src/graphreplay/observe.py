@@ -1,4 +1,4 @@
-"""Watches one warm-up forward: which outside storages it touches, which it writes, and how to undo the writes."""
+"""Watches one warm-up forward: which outside storages it touches, and which it writes."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class Observer(Recorder):
         if self._probe is not None:
             self._probe.after(func, made)
         self._after_op(made)
-        return self._as_part(result, args) if self._composites or plain.whole else result
+        is_part = self._composites or (plain.whole and torch.is_inference_mode_enabled())
+        return self._as_part(result, args) if is_part else result
 
     def _only_reads(self, values: Iterable[Any]) -> bool:
         """Notes that a plain operator reads these; False if some of them want a closer look."""

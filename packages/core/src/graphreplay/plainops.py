@@ -37,8 +37,9 @@ KNOWN_PARTS = frozenset(
         "aten::view_as",
     }
 )
-"""Composite operators whose parts are known: they compute, and write, draw and wait for nothing. So they can run whole,
-as they do without a mode, in a fraction of the time that their parts take one by one. Those of networks by number."""
+"""Composite operators whose parts are known: none of them writes what the operator is given, draws, or waits for the
+device. So they run whole, as without a mode, in a fraction of the time that their parts take one by one. Listed are
+those that networks run most."""
 
 
 class PlainOp(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
+from types import MethodType
 from typing import Any
 
 import torch
@@ -270,7 +271,7 @@ def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
 def _forward_of(module: nn.Module) -> Any:
     """The forward of a module, without the module where it is a method of that."""
     forward: Any = module.forward
-    return forward.__func__ if getattr(forward, "__self__", None) is module else forward
+    return forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else forward
 
 
 def _is_plain(value: Any) -> bool:
