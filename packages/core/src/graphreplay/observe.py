@@ -149,7 +149,7 @@ class Observer(Recorder):
 
     def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         # Of thousands of operators nearly all come this way, which is as short as it can be.
-        plain = plain_op(func)
+        plain, before = plain_op(func), len(self.outside)
         if plain is None or not self._only_reads(args):
             return super()._dispatch(func, types, args, kwargs)
         result = func._op(*args, **kwargs) if kwargs else func._op(*args)
@@ -157,6 +157,8 @@ class Observer(Recorder):
         if self._probe is not None:
             self._probe.after(func, made)
         self._after_op(made)
+        if plain.whole and result is args[0] and len(self.outside) > before:
+            self._known.remove(self.outside.popitem()[0])  # it had nothing to do, and has read nothing
         is_part = self._composites or (plain.whole and torch.is_inference_mode_enabled())
         return self._as_part(result, args) if is_part else result
 

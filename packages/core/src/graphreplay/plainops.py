@@ -33,8 +33,6 @@ KNOWN_PARTS = frozenset(
         "aten::where.ScalarOther",
         "aten::where.ScalarSelf",
         "aten::repeat_interleave.self_int",
-        "aten::expand_as",
-        "aten::view_as",
     }
 )
 """Composite operators whose parts are known: none of them writes what the operator is given, draws, or waits for the
