@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphreplay import ReferenceGraphedForward, capture
 from graphreplay.capture import body_error_wins, capturing_here, describe, quiet_capture
 from graphreplay.errors import HostSyncError
-from graphreplay.observe import Snapshot
+from graphreplay.snapshot import Snapshot
 
 CPU = torch.device("cpu")
 

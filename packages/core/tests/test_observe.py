@@ -1,12 +1,18 @@
 """What the observer sees of one forward, and how a snapshot undoes it."""
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphreplay.errors import CaptureError
-from graphreplay.observe import Observer, Snapshot
+from graphreplay.errors import CaptureError, HostSyncError
+from graphreplay.hostsync import HostSyncProbe
+from graphreplay.observe import Observer
+from graphreplay.plainops import KNOWN_PARTS, plain_op
+from graphreplay.snapshot import Snapshot
 from graphreplay.storage import storage_ids
 from graphreplay.testing.zoo import rows
 
@@ -168,3 +174,66 @@ def test_a_storage_in_the_place_of_a_dead_intermediate_is_still_from_outside():
 
     observer, _ = observe(forward, [x])
     assert {storage._cdata for storage in made} <= observer.outside.keys()
+
+
+_weight = nn.Parameter(rows(8, 2))
+_bias = nn.Parameter(rows(8, 2)[0])
+_kernel = torch.ones(1, 3, 3)
+WHOLE = {
+    "aten::linear": lambda x: nn.functional.linear(x[None], _weight, _bias),
+    "aten::matmul": lambda x: x[None] @ _weight,
+    "aten::reshape": lambda x: x.t().reshape(-1),
+    "aten::flatten.using_ints": lambda x: (x.t().flatten(), _bias.flatten()),
+    "aten::unflatten.int": lambda x: x.unflatten(1, (2, 4)),
+    "aten::chunk": lambda x: x.chunk(2, -1),
+    "aten::contiguous": lambda x: (x.t().contiguous(), _weight.contiguous()),
+    "aten::to.dtype": lambda x: (x.to(torch.float64), _weight.to(torch.float32), x.double()),
+    "aten::layer_norm": lambda x: nn.functional.layer_norm(x, (8,), _bias, _bias),
+    "aten::rms_norm": lambda x: nn.functional.rms_norm(x, (8,), _bias),
+    "aten::group_norm": lambda x: nn.functional.group_norm(x, 2, _bias, _bias),
+    "aten::softmax.int": lambda x: x.softmax(-1),
+    "aten::log_softmax.int": lambda x: x.log_softmax(-1),
+    "aten::conv1d": lambda x: nn.functional.conv1d(x[None], _kernel, padding=1),
+    "aten::conv2d": lambda x: nn.functional.conv2d(x[None], _kernel[None]),
+    "aten::einsum": lambda x: torch.einsum("ij,kj->ik", x, _weight),
+    "aten::pad": lambda x: [nn.functional.pad(x[None], (1, 1), mode) for mode in ("constant", "reflect", "circular")],
+    "aten::where.Scalar": lambda x: torch.where(x > 0, 1.0, 0.0),
+    "aten::where.ScalarOther": lambda x: torch.where(x > 0, _weight[:3], 0.0),
+    "aten::where.ScalarSelf": lambda x: torch.where(x > 0, 0.0, _weight[:3]),
+    "aten::repeat_interleave.self_int": lambda x: (x.repeat_interleave(2), x.repeat_interleave(2, dim=0)),
+}
+
+
+def test_every_composite_operator_that_runs_whole_is_tried():
+    assert set(WHOLE) == KNOWN_PARTS
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_composite_operators_that_run_whole_show_what_their_parts_show(name):
+    seen = []
+    for one_by_one in (False, True):
+        ops, given, made = set(), [rows(3, 1)], []
+        plain = (lambda op, ops=ops: ops.add(op.name())) if one_by_one else plain_op
+        with mock.patch("graphreplay.observe.plain_op", plain), HostSyncProbe("cpu"):
+            observer, _ = observe(lambda given=given, made=made: made.append(WHOLE[name](*given)), given)
+        seen.append((set(observer.outside), repr(made)))
+        assert observer.written == set()
+        assert observer.repeatable
+    assert seen[0] == seen[1]
+    assert name in ops or not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize(
+    ("forward", "what"),
+    [
+        (lambda x: x * rows(3), "mul.Tensor"),
+        (lambda x: nn.functional.linear(x, rows(3)), "mm.default"),
+        (lambda x: torch.cat([x, rows(3)]), "cat.default"),
+        (lambda x: x * torch.ones(()), None),  # of a number on the host the value is read, at launch
+        (lambda x: nn.functional.linear(x, x), None),
+    ],
+)
+def test_tensors_of_two_devices_in_one_operator_are_found(forward, what):
+    x = torch.ones(3, 8, device="meta")
+    with pytest.raises(HostSyncError, match=f"aten.{what} ") if what else nullcontext(), HostSyncProbe("meta"):
+        observe(lambda: forward(x), [x])

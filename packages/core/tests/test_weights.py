@@ -217,6 +217,27 @@ def test_attribute_changes_are_refused_and_undone(name):
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        (lambda m: m.tree["b"][1].append(2), "inner.tree.b"),
+        (lambda m: m.tree["b"][0].update(c=1), "inner.tree.b"),
+        (lambda m: m.tree.update(a=2), "inner.tree.a"),
+        (lambda m: m.empty.update(a=1), "inner.empty.a"),
+        (lambda m: setattr(m, "late", 1), "inner.late"),
+    ],
+)
+def test_the_attribute_that_changed_is_named(change, path):
+    model = Model()
+    model.inner.tree, model.inner.empty = {"a": 1, "b": ({"c": 0}, [])}, OrderedDict()
+    with (
+        pytest.raises(StatefulForwardError, match=rf"changes attribute {path}\b"),
+        attributes_kept(AttributeSnapshot(list(model.named_modules()))),
+    ):
+        change(model.inner)
+    assert (model.inner.tree, model.inner.empty) == ({"a": 1, "b": ({"c": 0}, [])}, OrderedDict())
+
+
 def test_attributes_set_to_what_they_were_are_no_change():
     model = Model()
     model.length, model.shape = 1000, torch.Size([1000])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
+from itertools import repeat
 from operator import is_
 from types import FunctionType, MethodType, ModuleType, NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,13 @@ MAX_CONTAINERS = 20_000
 
 _MISSING = object()
 _OPAQUE = (nn.Module, BackendHooks, Tensor, type, ModuleType, FunctionType, MethodType, Enum, torch.Generator)
-_LEAVES = frozenset({bool, int, float, str, NoneType, Tensor, nn.Parameter, FunctionType, torch.Generator})
+_LEAVES = frozenset({bool, int, float, str, NoneType, Tensor, nn.Parameter, FunctionType})
 """The types of most attributes; nothing is inside."""
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
+"""The types of most containers."""
+
+_version = torch._C._dynamo.guards.dict_version
+"""A number that no dict has twice: each change of what is under its keys gives it another."""
 
 
 class StatefulForwardError(CaptureError):
@@ -49,6 +55,16 @@ class Holding(NamedTuple):
         return self.key < len(container) and container[self.key] is self.value
 
 
+_Place: TypeAlias = str | tuple[Any, Any]
+"""Where a container is: the name of a module, whose attributes it holds; or the place of another, and a key of that. As
+the path is rarely asked for, most are never written out."""
+
+
+_Kept: TypeAlias = tuple[_Place, Any, Any, int | None]
+"""A container, where it is, a copy of it, and the version of a dict; none of an OrderedDict, whose version leaves its
+order out."""
+
+
 class AttributeSnapshot:
     """The attributes of modules as they are now, with the containers and plain objects that they reach.
 
@@ -57,35 +73,51 @@ class AttributeSnapshot:
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._kept: list[tuple[str, Any, Any]] = []
-        self._empty: list[tuple[str, Any]] = []
+        self.generators: list[torch.Generator] = []
+        """The random generators in them."""
+        self._kept: list[_Kept] = []
+        self._empty: list[Any] = []
         """Those with nothing in them, as most of a module's are, so that one look at all of them is enough."""
         seen: set[int] = set()
-        pending: deque[tuple[str, Any]] = deque((name, module.__dict__) for name, module in modules)
-        while pending and len(self._kept) + len(self._empty) < MAX_CONTAINERS:
-            path, container = pending.popleft()
+        pending: list[tuple[_Place, Any]] = [(name, module.__dict__) for name, module in modules]
+        for place, container in pending:  # which grows meanwhile
             if id(container) in seen:
                 continue
+            if len(self._kept) >= MAX_CONTAINERS:
+                break
             seen.add(id(container))
-            if not container:
-                self._empty.append((path, container))
-                continue
-            self._kept.append((path, container, container.copy()))
-            named = container.items() if isinstance(container, dict) else (("", value) for value in container)
-            for key, value in named:
-                if type(value) not in _LEAVES:
-                    pending.extend((f"{path}.{key}".strip("."), inner) for inner in _inside(value))
+            version = _version(container) if type(container) is dict else None
+            was = container.copy()
+            self._kept.append((place, container, was, version))
+            for key, value in _items(was):
+                cls = type(value)
+                if cls in _LEAVES:
+                    continue
+                if cls in _CONTAINERS:
+                    if value:
+                        pending.append(((place, key), value))
+                    else:
+                        self._empty.append(value)
+                elif cls is torch.Generator:
+                    self.generators.append(value)
+                elif not isinstance(value, nn.Module):
+                    pending += [((place, key), inner) for inner in _inside(value)]
 
     def touched(self) -> list[tuple[str, Any, Any]]:
         """The containers that hold other objects than they did: their paths, they, and what they held."""
-        filled: list[tuple[str, Any, Any]]
-        filled = [(path, held, {} if isinstance(held, dict) else ()) for path, held in self._empty if held]
-        return filled + [kept for kept in self._kept if not _untouched(kept[1], kept[2])]
+        found: list[tuple[str, Any, Any]] = []
+        if any(self._empty):
+            filled = (held for held in self._empty if held)
+            found += [(self._path_of(held), held, {} if isinstance(held, dict) else ()) for held in filled]
+        for place, container, was, version in self._kept:
+            if (version is None or _version(container) != version) and not _untouched(container, was):
+                found.append((_path(place), container, was))
+        return found
 
-    def values(self) -> Iterator[Any]:
-        """Every value in them, as it was."""
-        for _, _, was in self._kept:
-            yield from was.values() if isinstance(was, dict) else was
+    def _path_of(self, value: Any) -> str:
+        """The path of something that is kept."""
+        places = ((place, key) for place, _, was, _ in self._kept for key, held in _items(was) if held is value)
+        return _path(next(places))
 
     def holdings(self, storages: Set[int]) -> list[Holding]:
         """Where tensors over these storages are held, and what leads there from the modules."""
@@ -94,10 +126,10 @@ class AttributeSnapshot:
         count = -1
         while count < len(on_the_way):
             count = len(on_the_way)
-            for path, container, was in self._kept:
+            for place, container, was, _ in self._kept:
                 for key, value in was.items() if isinstance(was, dict) else enumerate(was):
                     if _leads(value, storages, on_the_way):
-                        held = Holding(f"{path}.{key}".strip("."), container, key, value)
+                        held = Holding(_path((place, key)), container, key, value)
                         found.setdefault((id(container), key), held)
                         on_the_way.add(id(container))
         return list(found.values())
@@ -148,6 +180,14 @@ def attributes_kept(before: AttributeSnapshot) -> Iterator[None]:
             f"the forward changes attribute {changed} of its module, which a replay would not do; "
             "make it a registered buffer and update it in place"
         )
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else zip(repeat(""), container)
+
+
+def _path(place: _Place) -> str:
+    return place if isinstance(place, str) else f"{_path(place[0])}.{place[1]}".strip(".")
 
 
 def _untouched(container: Any, was: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -56,7 +56,18 @@ def _held_by(forward: Any) -> list[Any]:
 
 def nested(root: nn.Module) -> Iterator[nn.Module]:
     """The modules that graphed forwards among the attributes of a module wrap."""
-    for module in root.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, BackendHooks):
-                yield from modules_behind(value)
+    for module, key in attributes_of(root.modules(), BackendHooks):
+        yield from modules_behind(module.__dict__[key])
+
+
+def attributes_of(
+    modules: Iterable[nn.Module], kinds: type[Any] | tuple[type[Any], ...]
+) -> Iterator[tuple[nn.Module, str]]:
+    """Where modules hold something of these kinds among their plain attributes: the module and the name."""
+    others: set[type[Any]] = set()  # since most modules hold the same few types, each is looked at once
+    for module in modules:
+        new = set(map(type, module.__dict__.values())) - others
+        found = {cls for cls in new if issubclass(cls, kinds)}
+        others |= new - found
+        if found:
+            yield from ((module, key) for key, value in module.__dict__.items() if isinstance(value, kinds))

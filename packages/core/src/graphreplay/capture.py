@@ -17,9 +17,10 @@ from graphreplay.attributes import AttributeSnapshot, StatefulForwardError, attr
 from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError, GraphReplayError, UnsupportedLeafError
 from graphreplay.hostrandom import HostRandom
-from graphreplay.observe import Observer, Recorder, Snapshot
+from graphreplay.observe import Observer, Recorder
 from graphreplay.opmode import compiler_is_loaded, where_raised
 from graphreplay.request import Request
+from graphreplay.snapshot import Snapshot
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
 from graphreplay.storage import storage_ids

@@ -41,7 +41,7 @@ class DefaultGenerators:
         """The forward is about to run. Moves them all; the capture puts them back."""
         for generator in self._generators:
             generator.manual_seed(_SEED)
-            self._seen.add(_position(generator))
+            self._seen.add(position_of(generator))
             # Away from there: a forward may seed with the seed that it finds.
             torch.rand((), generator=generator, device=generator.device)
         self.note()
@@ -49,14 +49,14 @@ class DefaultGenerators:
 
     def look(self) -> None:
         """An operator is about to run that may draw."""
-        now = list(map(_position, self._generators))
+        now = list(map(position_of, self._generators))
         back = any(a != b and a in self._seen for a, b in zip(now, self._left, strict=True))
         self._found = self._found or back or any(generator.initial_seed() != _SEED for generator in self._generators)
         self._seen.update(now)
 
     def note(self) -> None:
         """An operator has run that may have drawn."""
-        self._left = list(map(_position, self._generators))
+        self._left = list(map(position_of, self._generators))
         self._seen.update(self._left)
 
     def end(self) -> bool:
@@ -68,7 +68,7 @@ class DefaultGenerators:
         self.look()
         if self._found:
             raise CaptureError(_SETS)
-        return self._start != list(map(_position, self._generators))
+        return self._start != list(map(position_of, self._generators))
 
 
 class OwnGenerators:
@@ -94,7 +94,7 @@ class OwnGenerators:
         self._save = save
         self._defaults = frozenset(map(generator_id, default_generators(device)))
         self._held = {generator_id(generator): (generator, generator.get_state()) for generator in held}
-        self._left = {key: _position_of(state) for key, (_, state) in self._held.items()}
+        self._left = {key: _digest_of(state) for key, (_, state) in self._held.items()}
         self._drawn: dict[int, torch.Generator] = {}
         self._second = False
         self._found: str | None = None
@@ -111,7 +111,7 @@ class OwnGenerators:
     def note(self, generators: Sequence[torch.Generator]) -> None:
         """An operator has drawn from these."""
         for generator in generators:
-            self._left[generator_id(generator)] = _position(generator)
+            self._left[generator_id(generator)] = position_of(generator)
 
     def end(self) -> None:
         """The forward has run.
@@ -123,7 +123,7 @@ class OwnGenerators:
             self._compare(key)
         for key, (generator, state) in self._held.items():
             # One moved by what gives no generator to its operators, such as a kernel that holds it.
-            if key not in self._drawn and key not in self._defaults and _position(generator) != self._left[key]:
+            if key not in self._drawn and key not in self._defaults and position_of(generator) != self._left[key]:
                 self._save(generator, state)
         if self._found is not None:
             raise CaptureError(self._found)
@@ -155,14 +155,14 @@ class OwnGenerators:
         self.end()
 
     def _positions(self) -> dict[int, int]:
-        return {key: _position(generator) for key, generator in self._drawn.items()}
+        return {key: position_of(generator) for key, generator in self._drawn.items()}
 
     def _came_back(self, before: dict[int, int]) -> None:
         """Another run has ended. Where one ends in the same place each time, so did the run before the first one,
         wherever the first one set it to."""
         for key, position in before.items():
             generator = self._drawn[key]
-            if key not in self._held and _position(generator) == position:
+            if key not in self._held and position_of(generator) == position:
                 self._save(generator, generator.get_state())
 
     def _meet(self, key: int, generator: torch.Generator) -> None:
@@ -175,12 +175,12 @@ class OwnGenerators:
                 f"{self._device}"
             )
         _, state = self._held.get(key) or (generator, generator.get_state())
-        self._left.setdefault(key, _position_of(state))
+        self._left.setdefault(key, _digest_of(state))
         self._save(generator, state)
 
     def _compare(self, key: int) -> None:
         generator = self._drawn.get(key)
-        if generator is not None and _position(generator) != self._left[key]:
+        if generator is not None and position_of(generator) != self._left[key]:
             self._find(_SETS)
 
     def _find(self, what: str) -> None:
@@ -229,20 +229,21 @@ def generator_id(generator: torch.Generator) -> int:
 
 def generators_among(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """Those that an operator is given; some take theirs by position."""
-    if not _takes_generators(op):
+    if not takes_generators(op):
         return []
     return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
 
 
 @per_op
-def _takes_generators(op: OpOverload) -> bool:
+def takes_generators(op: OpOverload) -> bool:
     return any("Generator" in str(argument.type) for argument in op._schema.arguments)
 
 
-def _position(generator: torch.Generator) -> int:
-    return _position_of(generator.get_state())
+def position_of(generator: torch.Generator) -> int:
+    """Where a generator is: another number after each draw, and the same one in the same state."""
+    return _digest_of(generator.get_state())
 
 
-def _position_of(state: Tensor) -> int:
+def _digest_of(state: Tensor) -> int:
     """Tells one state from others. The bytes are read without an operator, which dispatch modes would see."""
     return hash(ctypes.string_at(state.data_ptr(), state.nbytes))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from graphreplay.errors import UnsupportedLeafError
+from graphreplay.generators import position_of
 
 
 class HostRandom:
@@ -58,7 +59,7 @@ class HostRandom:
             kind, keys, *rest = numpy.random.get_state()
             states["numpy.random"] = (kind, keys.tobytes(), keys.dtype.str, *rest)
         if self._on_device:
-            states["torch's CPU generator"] = torch.get_rng_state().tolist()
+            states["torch's CPU generator"] = position_of(torch.default_generator)
         return states
 
 

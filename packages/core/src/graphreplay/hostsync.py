@@ -6,7 +6,7 @@ well wait, would raise as well."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ _METHODS = {
 # They read tensors inside lists one by one, below the dispatcher.
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new)
 _SPLITS = (torch.tensor_split, Tensor.tensor_split)
+_WATCHED = frozenset({*_METHODS, *_FROM_DATA, *_SPLITS})
 _MASKED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
@@ -60,7 +61,7 @@ def syncing_op(
     """Whether the operator, with these arguments and the tensors among them, makes the host wait for a device of this
     type: to learn a value or an output's shape, or to copy between host and device. On the CPU itself such copies
     cannot be told from others."""
-    if not _may_sync(op):
+    if not may_sync(op):
         # Of CPU tensors among those of the device, scalars are read at launch, and larger ones are copied over first.
         return device_type != "cpu" and _are_mixed(given, device_type)
     name = op._schema.name
@@ -85,7 +86,7 @@ def syncing_op(
         low, high = (argument_of(op, args, kwargs, bound) for bound in ("min", "max"))
         return bool(low == high)
     if name == "aten::repeat_interleave":
-        return op._overloadname in ("Tensor", "self_Tensor") and kwargs.get("output_size") is None
+        return kwargs.get("output_size") is None
     return _always_syncs(op) or bool(argument_of(op, args, kwargs, "check_errors"))
 
 
@@ -95,9 +96,11 @@ def _always_syncs(op: OpOverload) -> bool:
 
 
 @per_op
-def _may_sync(op: OpOverload) -> bool:
+def may_sync(op: OpOverload) -> bool:
     """Whether it depends on the arguments of an operator, beside their devices."""
-    depends = (*_MASKED, "aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::histc", "aten::repeat_interleave")
+    if op._schema.name == "aten::repeat_interleave":
+        return op._overloadname in ("Tensor", "self_Tensor")  # whose counts are in a tensor
+    depends = (*_MASKED, "aten::_to_copy", "aten::copy_", "aten::lift_fresh", "aten::histc")
     has_flag = any(argument.name == "check_errors" for argument in op._schema.arguments)
     return op._schema.name in depends or has_flag or _always_syncs(op)
 
@@ -143,10 +146,11 @@ class SyncRefusal(OpMode):
         if not _allowed.here and syncing_op(op, args, kwargs, given, self.device_type):
             self.on_sync(str(op))
 
-    def after(self, op: OpOverload, made: list[Tensor]) -> None:
+    def after(self, op: OpOverload, made: Iterable[Tensor]) -> None:
         """An operator has run and returned these tensors."""
-        if any(tensor.is_nested for tensor in made):
-            self.on_sync(f"{op}, which makes a nested tensor with its sizes on the host,")
+        for tensor in made:
+            if tensor.is_nested:
+                self.on_sync(f"{op}, which makes a nested tensor with its sizes on the host,")
 
     def on_sync(self, what: str) -> None:
         raise host_sync(what)
@@ -172,9 +176,13 @@ class _MethodProbe(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        method = _METHODS.get(func)
-        if method is not None and args[0].device.type == self.device_type:
-            self.probe.on_sync(method)
+        if func in _WATCHED:
+            self._before(func, args)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _before(self, func: Any, args: tuple[Any, ...]) -> None:
+        if func in _METHODS and args[0].device.type == self.device_type:
+            self.probe.on_sync(_METHODS[func])
         if (
             func in _SPLITS
             and len(args) > 1
@@ -184,7 +192,6 @@ class _MethodProbe(TorchFunctionMode):
             self.probe.on_sync("tensor_split() at positions in a tensor")
         if func in _FROM_DATA and any(self._in_list(data) for data in args[:2]):
             self.probe.on_sync(f"{func.__name__}() of a list of tensors")
-        return func(*args, **(kwargs or {}))
 
     def _in_list(self, data: Any) -> bool:
         return isinstance(data, list | tuple) and any(

@@ -1,95 +1,33 @@
-"""Watches one warm-up forward: which outside storages it touches, which it writes, and how to undo the writes."""
+"""Watches one warm-up forward: which outside storages it touches, and which it writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
-from graphreplay.errors import CaptureError, StateLostError
-from graphreplay.generators import DefaultGenerators, OwnGenerators, generator_id, generators_among, may_draw
+from graphreplay.errors import CaptureError
+from graphreplay.generators import DefaultGenerators, OwnGenerators, generators_among, may_draw
 from graphreplay.hostsync import SyncProbe, probe_taken_over
 from graphreplay.opmode import OpMode, namespace_of, tensor_args, uncompiled, written_args
-from graphreplay.storage import byte_view
+from graphreplay.plainops import plain_op
+from graphreplay.snapshot import Snapshot
 
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_STRIDED = torch.strided
+"""The layout of tensors that have a storage: sparse ones among a forward's intermediates have none."""
 
-
-class Snapshot:
-    """The bytes of storages, and the states of generators, at one moment, to be put back later."""
-
-    def __init__(self, tensors: Iterable[Tensor] = (), generators: Iterable[torch.Generator] = ()) -> None:
-        self._tensors: dict[int, Tensor] = {}
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
-        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        for tensor in tensors:
-            self.add(tensor)
-        for generator in generators:
-            self.add_generator(generator)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """One tensor for each storage, the first that was added."""
-        return list(self._tensors.values())
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        return [generator for generator, _ in self._generators.values()]
-
-    def add(self, tensor: Tensor) -> None:
-        """Saves the tensor's whole storage, unless it is saved already."""
-        storage = tensor.untyped_storage()._cdata
-        if storage not in self._saved:
-            with torch.inference_mode(False), torch.no_grad():
-                live = byte_view(tensor)
-                self._saved[storage] = (live, live.clone())
-            self._tensors[storage] = tensor
-
-    def add_generator(self, generator: torch.Generator) -> None:
-        """Saves the state of a generator, unless it is saved already."""
-        if generator_id(generator) not in self._generators:
-            self.set_generator(generator, generator.get_state())
-
-    def set_generator(self, generator: torch.Generator, state: Tensor) -> None:
-        """Saves this state for a generator, whatever is saved already."""
-        self._generators[generator_id(generator)] = (generator, state)
-
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All of each storage as it is now, and as it was, as numbers of the dtype of the tensor in it."""
-        for storage, tensor in self._tensors.items():
-            live, saved = self._saved[storage]
-            whole = live.numel() // tensor.element_size() * tensor.element_size()
-            yield live[:whole].view(tensor.dtype), saved[:whole].view(tensor.dtype)
-
-    def restore(self) -> None:
-        """Puts all of it back.
-
-        Raises:
-            StateLostError: the device refused.
-        """
-        try:
-            self._put_back()
-        except Exception as error:
-            raise StateLostError(
-                f"what the forward wrote in a trial run could not be put back: {type(error).__name__}: {error}; load "
-                "the module's state anew"
-            ) from error
-        except BaseException:  # an interrupt, which must not leave half of it
-            self._put_back()
-            raise
-
-    def _put_back(self) -> None:
-        for generator, state in self._generators.values():
-            generator.set_state(state)
-        with torch.inference_mode(False), torch.no_grad():
-            for live, saved in self._saved.values():
-                live.copy_(saved)
+_NO_TENSORS = frozenset(
+    {int, float, bool, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""The types of most arguments beside tensors."""
 
 
 class Recorder(OpMode):
@@ -110,9 +48,9 @@ class Recorder(OpMode):
         self.written: set[int] = set()
         self._static = frozenset(static)
         self._snapshot = snapshot
-        # Weak references: holding on to every intermediate would multiply the forward's memory, and a bare id would
-        # soon be that of another storage. A weak reference keeps the id from being given out again, not the bytes.
-        self._inside: dict[int, StorageWeakRef] = {}
+        self._inside = _HeldIds()
+        self._known = set(self._static)
+        """Ids of all storages that the forward has read or made; static inputs, too."""
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._before_op(op, args, kwargs, tensor_args(args, kwargs))
@@ -124,28 +62,30 @@ class Recorder(OpMode):
 
     def _before_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> None:
         if op is _LIFT_FRESH:  # torch.tensor(...) in the forward: a constant of its code
-            self._note_inside(args[0])
-        for tensor in _with_storage(given):
-            storage = tensor.untyped_storage()._cdata
-            if storage not in self._inside and storage not in self._static:
-                self.outside.setdefault(storage, tensor)
-        for tensor in _with_storage(written_args(op, args, kwargs)):
-            storage = tensor.untyped_storage()._cdata
-            if storage not in self._inside:
-                self.written.add(storage)
-                if storage not in self._static:
-                    self._snapshot.add(tensor)
+            self._note_inside(args[0].untyped_storage())
+        for tensor in given:
+            if tensor.layout is _STRIDED and (storage := tensor.untyped_storage()._cdata) not in self._known:
+                self._note_outside(storage, tensor)
+        for tensor in written_args(op, args, kwargs):
+            if tensor.layout is _STRIDED:
+                storage = tensor.untyped_storage()._cdata
+                if storage not in self._inside.ids:
+                    self.written.add(storage)
+                    if storage not in self._static:
+                        self._snapshot.add(tensor)
 
-    def _after_op(self, made: list[Tensor]) -> None:
-        for tensor in _with_storage(made):
-            storage = tensor.untyped_storage()._cdata
-            if storage not in self._static and storage not in self.outside:
-                self._note_inside(tensor)
+    def _after_op(self, made: Iterable[Tensor]) -> None:
+        for tensor in made:
+            if tensor.layout is _STRIDED and (storage := tensor.untyped_storage())._cdata not in self._known:
+                self._note_inside(storage)
 
-    def _note_inside(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._inside:
-            self._inside[storage._cdata] = StorageWeakRef(storage)
+    def _note_outside(self, storage: int, tensor: Tensor) -> None:
+        self._known.add(storage)
+        self.outside[storage] = tensor
+
+    def _note_inside(self, storage: torch.UntypedStorage) -> None:
+        self._inside.add(storage)
+        self._known.add(storage._cdata)
 
 
 class Observer(Recorder):
@@ -178,6 +118,8 @@ class Observer(Recorder):
         self._why_no_collectives = why_no_collectives
         self._leaves_more = False
         self._probe: SyncProbe | None = None
+        self._probes_device = False
+        """Whether the probe looks for host synchronization of a device other than the CPU."""
         self._default_generators = DefaultGenerators(device)
         self._own_generators = OwnGenerators(device, generators, snapshot.set_generator)
 
@@ -186,6 +128,7 @@ class Observer(Recorder):
         """Surrounds the forward, right inside the host-sync probe, if that is to look as well."""
         self._default_generators.begin()
         with uncompiled(), probe_taken_over() as self._probe, self:
+            self._probes_device = self._probe is not None and self._probe.device_type != "cpu"
             yield
         self._own_generators.end()
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
@@ -203,6 +146,37 @@ class Observer(Recorder):
     @property
     def repeatable(self) -> bool:
         return not self._leaves_more and self.written <= self._static
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # Of thousands of operators nearly all come this way, which is as short as it can be.
+        plain, before = plain_op(func), len(self.outside)
+        if plain is None or not self._only_reads(args):
+            return super()._dispatch(func, types, args, kwargs)
+        result = func._op(*args, **kwargs) if kwargs else func._op(*args)
+        made = (result,) if type(result) is Tensor else tensor_args((result,))
+        if self._probe is not None:
+            self._probe.after(func, made)
+        self._after_op(made)
+        if plain.whole and result is args[0] and len(self.outside) > before:
+            self._known.remove(self.outside.popitem()[0])  # it had nothing to do, and has read nothing
+        is_part = self._composites or (plain.whole and torch.is_inference_mode_enabled())
+        return self._as_part(result, args) if is_part else result
+
+    def _only_reads(self, values: Iterable[Any]) -> bool:
+        """Notes that a plain operator reads these; False if some of them want a closer look."""
+        for value in values:
+            cls = type(value)
+            if cls is Tensor or cls is Parameter:
+                if value.layout is not _STRIDED or (self._probes_device and value.is_cpu and value.dim()):
+                    return False
+                if (storage := value.untyped_storage()._cdata) not in self._known:
+                    self._note_outside(storage, value)
+            elif cls is list:
+                if not self._only_reads(value):
+                    return False
+            elif cls not in _NO_TENSORS:
+                return False
+        return True
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, generators = tensor_args(args, kwargs), generators_among(op, args, kwargs)
@@ -257,6 +231,26 @@ class Observer(Recorder):
         return [tensor for tensor in static if tensor.untyped_storage()._cdata in self.written]
 
 
-def _with_storage(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Sparse tensors among a forward's intermediates have none."""
-    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+class _HeldIds:
+    """Ids of storages, none of which is given to another storage while this object lives.
+
+    Holding on to every intermediate would multiply the forward's memory, and a bare id would soon be that of another
+    storage. A weak reference keeps the id, not the bytes. torch has a class for one such reference; an object for each
+    intermediate would take longer than all else that is noted about it.
+    """
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self._free = torch.UntypedStorage._free_weak_ref  # at exit, torch may be gone before this object
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.ids:
+            self.ids.add(storage._weak_ref())  # type: ignore[arg-type]  # a number, whatever torch's types say
+
+    def __del__(self) -> None:
+        for storage in self.ids:
+            self._free(storage)  # type: ignore[no-untyped-call]
+
+
+# As OpMode's own, which see.
+Observer.__torch_dispatch__ = Observer._dispatch  # type: ignore[method-assign, assignment]

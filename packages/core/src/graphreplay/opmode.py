@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._C import DispatchKey, _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,15 +65,20 @@ class OpMode(TorchDispatchMode, ABC):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             raise CaptureError(f"higher-order operator {func} at {where_now()} runs a body that cannot be observed")
-        if torch.is_inference_mode_enabled() and _is_composite(func):
+        if torch.is_inference_mode_enabled() and is_composite(func):
             self._composites += 1
+            _push_on_torch_dispatch_stack(self)  # all that ``with self`` does within itself, in a third of the time
             try:
-                with self:
-                    return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
             finally:
+                _pop_torch_dispatch_stack(None)
                 self._composites -= 1
         result = self.on_op(func, args, kwargs)
-        if self._composites and _is_weight_view(result, args):
+        return self._as_part(result, args) if self._composites else result
+
+    def _as_part(self, result: Any, args: tuple[Any, ...]) -> Any:
+        """The result of an operator that is composite, or part of one."""
+        if _is_weight_view(result, args):
             # Without a mode a view of a weight requires grad here too, and matmul picks its kernel by that.
             result.requires_grad_()
         return result
@@ -106,7 +111,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
 
 @per_op
-def _is_composite(op: OpOverload) -> bool:
+def is_composite(op: OpOverload) -> bool:
     """Whether the operator is made of others on every device, by one C++ kernel."""
 
     def has(key: str) -> bool:
@@ -157,6 +162,13 @@ def namespace_of(op: OpOverload) -> str:
     return _schema(op).namespace
 
 
+@per_op
+def may_write(op: OpOverload) -> bool:
+    """Whether the operator may write some of its arguments; see ``written_args``."""
+    schema = _schema(op)
+    return bool(schema.written) or schema.namespace != "aten" or "running_mean" in schema.positions
+
+
 def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """An argument, or its default; None if the operator has none of this name."""
     schema = _schema(op)
@@ -169,9 +181,9 @@ def argument_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], n
 def written_args(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that the operator writes: those of its schema, and the running statistics of normalization layers,
     which the schemas leave out."""
-    schema = _schema(op)
-    if not schema.written and schema.namespace == "aten" and "running_mean" not in schema.positions:
+    if not may_write(op):
         return []
+    schema = _schema(op)
     written = tensor_args(argument_of(op, args, kwargs, name) for name in schema.written)
     if schema.namespace == "c10d":  # whose schemas say nothing
         written += tensor_args(written_by_collective(op, args))

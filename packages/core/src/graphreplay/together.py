@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from graphreplay.agreement import Agreement, Ballot, Verdict
 from graphreplay.collectives import COLLECTIVES, ForeignCollectiveError, process_groups
 from graphreplay.errors import CaptureError, RankDisagreementError
-from graphreplay.opmode import OpMode
+from graphreplay.opmode import OpMode, namespace_of
 from graphreplay.stats import logger
 
 WAITS_IN_VAIN = 3
@@ -220,7 +220,7 @@ class _CollectiveCount(OpMode):
         self.groups: set[dist.ProcessGroup] = set()
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op.namespace in COLLECTIVES:
+        if namespace_of(op) in COLLECTIVES:
             self.issued += 1  # before, since one that fails may have reached the others
             self.groups.update(process_groups(args, kwargs))
         return op(*args, **kwargs)

@@ -15,8 +15,8 @@ from graphreplay.entry import Entry
 from graphreplay.errors import CaptureError
 from graphreplay.generators import default_generators
 from graphreplay.hostrandom import HostRandom
-from graphreplay.observe import Snapshot
 from graphreplay.request import Request
+from graphreplay.snapshot import Snapshot
 from graphreplay.state import GraphStore
 from graphreplay.static import clone_static
 from graphreplay.storage import CopyPlan

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
 from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
-from graphreplay.behind import held_behind, modules_behind, nested
+from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
 from graphreplay.looks import looks_of
 from graphreplay.tree import TENSOR_TYPES
@@ -80,8 +81,9 @@ class ModuleWatch:
         self._members, self._hooks = list(filter(None, members)), list(filter(None, hooks))
         self._hook_flags = [m.__dict__.get(kind, ()) for _, m in self.modules for kind in _HOOK_FLAGS]
         self._empty = [held for held in (*members, *hooks) if not held]
-        self._bound = [(m.__dict__, key) for _, m in self.modules for key, v in m.__dict__.items() if _is_bound(v)]
         self._bare = [m for _, m in self.modules]
+        # Attributes whose graphs are stale once they are bound to something else.
+        self._bound = [(m.__dict__, key) for m, key in attributes_of(self._bare, _BOUND)]
         self._states = [m.__dict__ for _, m in self.modules]
         self._structure = self._structure_now()
         self._outline = self._outline_now()
@@ -98,6 +100,7 @@ class ModuleWatch:
         self.storage_ids: set[int] = set()
         self.refusal: str | None = None
         """Why the modules cannot be watched, and so not be captured, or None."""
+        plain: list[tuple[str, Tensor]] = []
         for prefix, m in self.modules:
             for name, tensor in _own_tensors(m):
                 path = f"{prefix}.{name}" if prefix else name
@@ -107,19 +110,24 @@ class ModuleWatch:
                     what = f"a {type(tensor).__name__} of layout {tensor.layout}"
                     self.refusal = f"weight {path} is {what}, whose memory cannot be watched"
                 else:
-                    self.add(path, tensor)
+                    plain.append((path, tensor))
+        self._add_all(plain)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Watches one more tensor."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.storage_ids:
-            self.storage_ids.add(storage._cdata)
-            self._storages.append(storage)
-        self._names.append(name)
-        self._tensors.append(tensor)
+        self._add_all([(name, tensor)])
+
+    def _add_all(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        tensors = [tensor for _, tensor in named]
+        for storage in map(Tensor.untyped_storage, tensors):
+            if storage._cdata not in self.storage_ids:
+                self.storage_ids.add(storage._cdata)
+                self._storages.append(storage)
+        self._names += [name for name, _ in named]
+        self._tensors += tensors
         self._seen = None
-        for places, value in zip(self._places, (read(tensor) for read in _PLACE), strict=True):
-            places.append(value)
+        for places, values in zip(self._places, _places(tensors), strict=True):
+            places += values
 
     def hold(self, holdings: Sequence[Holding]) -> None:
         """Watches what is held in containers among the attributes of the modules."""
@@ -132,9 +140,11 @@ class ModuleWatch:
 
     def generators(self, attributes: AttributeSnapshot) -> list[torch.Generator]:
         """The random generators among the attributes of the modules, and those that their forwards hold or name."""
-        held = [value for value in attributes.values() if type(value) is torch.Generator]
-        forwards = [self._forward, *(module.forward for module in self._bare)]
-        return [*held, *(found for forward in forwards for found in held_behind(forward, torch.Generator))]
+        # Most modules share a forward with others of their class, which is looked at once.
+        shared = {id(forward): forward for forward in map(_forward_of, self._bare)}
+        forwards = [self._forward, *shared.values()]
+        held = (found for forward in forwards for found in held_behind(forward, torch.Generator))
+        return [*attributes.generators, *held]
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self._tensors)
@@ -191,23 +201,26 @@ class ModuleWatch:
             StatefulForwardError: the body ran and moved a tensor.
         """
         tensors = [*self._tensors, *more]
-        before = [(tensor.detach(), [read(tensor) for read in _PLACE]) for tensor in tensors]
-        moved = None
+        names = [*self._names, *["a kwarg"] * len(more)]
+        data, before = list(map(Tensor.detach, tensors)), _places(tensors)
+        moved = []
         try:
             yield
         finally:
-            for position, (tensor, (data, place)) in enumerate(zip(tensors, before, strict=True)):
-                if [read(tensor) for read in _PLACE] != place:
-                    moved = moved or ([*self._names, *["a kwarg"] * len(more)][position])
-                    tensor.data = data
+            now = _places(tensors)
+            if now != before:
+                places = zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)
+                moved = [position for position, (place, was) in enumerate(places) if place != was]
+                for position in moved:
+                    tensors[position].data = data[position]
         if moved:
             raise StatefulForwardError(
-                f"the forward moves {moved} to other memory or changes how it is seen, which a replay would not do; "
-                "update it in place"
+                f"the forward moves {names[moved[0]]} to other memory or changes how it is seen, which a replay would "
+                "not do; update it in place"
             )
 
     def _places_now(self) -> list[list[Any]]:
-        return [list(map(read, self._tensors)) for read in _PLACE]
+        return _places(self._tensors)
 
     def _structure_now(self) -> tuple[list[Any], ...]:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on
@@ -248,13 +261,18 @@ _PLACE: tuple[Callable[[Tensor], Any], ...] = (
 """Where a tensor lies and how it is seen, each read by one C call."""
 
 
+def _places(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    return [list(map(read, tensors)) for read in _PLACE]
+
+
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     return len(these) == len(those) and all(map(is_, these, those))
 
 
-def _is_bound(value: Any) -> bool:
-    """Whether an attribute's graphs are stale once it is bound to something else."""
-    return isinstance(value, _BOUND)
+def _forward_of(module: nn.Module) -> Any:
+    """The forward of a module, without the module where it is a method of that."""
+    forward: Any = module.forward
+    return forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is module else forward
 
 
 def _is_plain(value: Any) -> bool:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphreplay import capture, entry, observe, storage, verify
+from graphreplay import capture, entry, snapshot, storage, verify
 from graphreplay.errors import StateLostError
 from graphreplay.hooks import BackendHooks
 from graphreplay.testing.contract_twin import ContractBase, assert_same, generator_states
@@ -37,8 +37,8 @@ HOOKS = sorted(
 STEPS: dict[str, tuple[object, str]] = {
     "clone the inputs": (capture, "clone_static"),
     "clone the inputs of a comparison": (verify, "clone_static"),
-    "save what is written": (observe.Snapshot, "add"),
-    "put it back": (observe.Snapshot, "restore"),
+    "save what is written": (snapshot.Snapshot, "add"),
+    "put it back": (snapshot.Snapshot, "restore"),
     "allocate copies": (storage.CopyPlan, "allocate"),
     "copy": (storage.CopyPlan, "copy"),
     "copy what is not dense": (storage.CopyPlan, "copy_rest"),
