@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphreplay import GraphedForward, capture
-from graphreplay.entry import Entry
+from graphreplay.entry import Entry, Launch
 from graphreplay_harness.case_model import Case, Fault, Place
 
 DEATH_STATUS = 77
@@ -174,6 +174,8 @@ class Faults:
             except Exception:
                 graph.reset()
                 raise
+            staging = graph.staging
+            graph.staging = lambda *args: faults._before_launch(staging(*args))  # type: ignore[method-assign]
             return graph, outputs
 
         @contextmanager
@@ -189,6 +191,13 @@ class Faults:
 
         return type(f"Faulty{cls.__name__}", (cls,), {f.__name__: f for f in (_capture_graph, _sync_probe, close)})
 
+    def _before_launch(self, launch: Launch) -> Launch:
+        def reaching(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+            self.reach(Place.REPLAY)
+            launch(inputs, addresses, outputs)
+
+        return reaching
+
     def patches(self) -> AbstractContextManager[object]:
         """Puts places into what is no hook. The wrapper is to be built inside."""
 
@@ -203,7 +212,6 @@ class Faults:
         stack = ExitStack()
         for owner, name, place in (
             (capture, "clone_static", Place.CLONE),
-            (Entry, "launch", Place.REPLAY),
             (Entry, "free", Place.EVICTION),
         ):
             stack.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))

@@ -4,25 +4,21 @@
                                   ├─ miss ─► forward once, eagerly: the call's own result ─► capture for the next call
                                   └─ not graphable ─► eager, with a reason that is counted and logged
 
-The road is ``_go``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below. ``_call`` and
-``_hit`` before them are its short cut, for calls like recent ones: no key is built where a plan (plan.py) knows that it
-would be equal. A platform overrides the hooks in hooks.py and never repeats the road. Captures ahead of calls are in
-upkeep.py, and what a wrapper keeps between calls in state.py.
+The road is ``_go``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below; a call like a recent
+one first tries the short cut from its kwargs to its outputs, which is shortcut.py. A platform overrides the hooks in
+hooks.py and never repeats the road. Captures ahead of calls are in upkeep.py, and what a wrapper keeps between calls in
+state.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import call as run
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from graphreplay import upkeep
 from graphreplay.ambient import eager_only
@@ -45,7 +41,6 @@ from graphreplay.errors import (
     UnsupportedLeafError,
 )
 from graphreplay.peers import peers_of
-from graphreplay.plan import MAX_PLANS, Plan
 from graphreplay.pool import GraphPool
 from graphreplay.request import (
     NO_OPTIONS,
@@ -53,10 +48,10 @@ from graphreplay.request import (
     Request,
     keyed,
     order_shows_below,
-    share_nothing,
 )
+from graphreplay.shortcut import ShortCut
 from graphreplay.signature import flatten
-from graphreplay.state import GraphStore, forks, free
+from graphreplay.state import free
 from graphreplay.stats import logger
 from graphreplay.together import Alone, Failure
 from graphreplay.verify import EagerTwin
@@ -65,7 +60,7 @@ DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
 
 
-class GraphedForward(GraphStore):
+class GraphedForward(ShortCut):
     """Calls a keyword-only forward, and replays it as one device graph for shapes that it has seen before.
 
     A call returns what ``module(**kwargs)`` returns, in tensors that the caller owns. The first call of a shape runs
@@ -225,78 +220,6 @@ class GraphedForward(GraphStore):
 
     # ------------------------------------------------------------------------------------------- road
 
-    def _call(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
-        plans = self._plans
-        if (
-            plans
-            and self._forks == forks.count
-            and not is_dynamo_compiling()
-            and not thread.capturing
-            and not self._is_capturing()
-        ):
-            state = tuple(map(run, self._ambient.readers))
-            for plan in plans:
-                leaves = plan.match(state, kwargs, options.variant)
-                if leaves is not None:
-                    hit = self._hit if not self._nvtx else self._marked_hit
-                    answer = hit(plan, leaves, options)
-                    if answer is not None:
-                        return answer[0]
-                    break
-        return self._go(kwargs, options)
-
-    def _hit(self, plan: Plan, leaves: Sequence[Tensor], options: CallOptions) -> tuple[Any] | None:
-        """Replays for a call that a plan has recognized, and returns the outputs in a tuple; or None where the road has
-        to decide, which then finds everything as it was."""
-        addresses, watch, peers = list(map(Tensor.data_ptr, leaves)), self._watch, self.peers
-        if (
-            watch is None
-            or not all(addresses)
-            or (plan.grad_mode and watch.requires_grad())
-            or forward_ad._current_level >= 0
-        ):
-            return None
-        if not peers.alone:
-            peers.check()
-        with self.pool.lock:
-            cache = self._cache
-            entry = cache.newest if cache.newest_key is plan.key else cache.get(plan.key)
-            if entry is None or plan not in self._plans:  # by another thread, while this one waited for its turn
-                return None
-            if not entry.reads_only and not share_nothing(leaves, watch):
-                return None
-            # Where the call can be done over, the host looks at the module while the device works.
-            harmless = entry.repeatable and not self.pool.lends
-            if not harmless and self._check_module and not watch.is_untouched() and watch.changed():
-                return None
-            try:
-                self._take_turn()
-                outputs = entry.allocate()
-            except Exception:
-                return None
-            try:
-                entry.launch(leaves, addresses, outputs)
-            except Exception as error:
-                self.disable(f"replay failed: {describe(error)}")
-                if not harmless:
-                    raise
-                return None
-            if harmless and self._check_module and not watch.is_untouched() and watch.changed():
-                return None
-            if not peers.alone:
-                peers.next_call()
-            entry.replays += 1
-            self._stats.replays += 1
-            if options.pin:
-                cache.pin(plan.key)
-            if plan is not self._plans[0]:
-                self._promote(plan)
-            return (entry.rebuild(outputs),)
-
-    def _marked_hit(self, plan: Plan, leaves: Sequence[Tensor], options: CallOptions) -> tuple[Any] | None:
-        with self._range("replay"):
-            return self._hit(plan, leaves, options)
-
     def _go(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
         self._check_usable()
         if thread.capturing or self._is_capturing():
@@ -411,21 +334,6 @@ class GraphedForward(GraphStore):
     def _can_do_over(self, entry: Entry) -> bool:
         """Whether a call can run eagerly after its replay, as if that had not been."""
         return entry.repeatable and not self.pool.lends
-
-    def _plan(self, entry: Entry, request: Request) -> None:
-        """Has calls like this one take the short cut."""
-        options = request.options
-        try:
-            plan = Plan(entry.key, self._ambient, request.state, request.kwargs, options.variant, request.leaves)
-        except ValueError as error:
-            entry.is_plain = False  # and no later call tries again, which takes half of what its key takes
-            logger.debug("%s builds the key of each such call: %s", self.name, str(error))
-        else:
-            self._promote(plan)
-
-    def _promote(self, plan: Plan) -> None:
-        """Has calls be compared with this plan first."""
-        self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
 
     def _drop_if_changed(self) -> str | None:
         """Drops all graphs if the module has changed since they were captured, and says what changed."""
