@@ -1,10 +1,10 @@
 """What graphs cost: ours beside eager calls, bare replays, graphs made by hand, and what torch and tensordict offer.
 
-suites:
+suites, of which all run in this order:
+  memory      what one more shape takes from the device, before others have left its memory in pieces
   call        a call of a module of 25 parameters: 1, 4, 15 and 64 tensors, flat and nested, one and eight outputs
   dit         an audio teacher's nine steps per request, a text encoder of six layers, and a compute-bound forward
   first-call  the first call of a shape against an eager one, and the steps of its capture
-  memory      what one more shape takes from the device
 
 All contenders of a block run interleaved, on the same inputs, and those that return something other than the eager
 forward are left out. Host times are of time.perf_counter_ns, with nothing recorded in between; device times are of
@@ -37,10 +37,10 @@ def _dit(setting: Setting, given: argparse.Namespace) -> SuiteResult:
 
 
 SUITES: dict[str, Callable[[Setting, argparse.Namespace], SuiteResult]] = {
+    "memory": lambda setting, given: bench_memory.run(setting),
     "call": lambda setting, given: bench_call.run(setting, given.counts),
     "dit": _dit,
     "first-call": lambda setting, given: bench_first.run(setting),
-    "memory": lambda setting, given: bench_memory.run(setting),
 }
 
 

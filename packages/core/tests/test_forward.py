@@ -65,11 +65,17 @@ def test_hooks_run_in_order():
     graphed.events.clear()
     graphed(x=zoo.rows(2))
     assert graphed.events == ["turn", "<replay", "replay>"]
+    graphed.events.clear()
+    graphed(x=zoo.rows(2))
+    assert graphed._plans  # so this call took the short cut
+    assert graphed.events == ["<replay", "turn", "replay>"]
 
 
 def test_ranges_only_on_request():
     graphed = Traced(plus_one)
-    graphed(x=zoo.rows(2))
+    for _ in range(3):
+        graphed(x=zoo.rows(2))
+    assert graphed.stats()["replays"] == 2
     assert not {"<capture", "<replay"} & set(graphed.events)
 
 

@@ -17,7 +17,7 @@ import graphreplay.shortcut
 from graphreplay import ReferenceGraphedForward
 from graphreplay.ambient import Ambient
 from graphreplay.looks import looks_of
-from graphreplay.plan import MAX_PLANS, Plan
+from graphreplay.plan import MAX_PLANS, Plan, _picker
 from graphreplay.request import NO_OPTIONS, Key
 from graphreplay.signature import flatten
 
@@ -130,6 +130,24 @@ def test_another_value_is_not_taken_for_the_same(case, where):
         assert match(plan, *call(one)) is not None
         assert match(plan, *call(other)) is None
     assert planned
+
+
+def test_names_that_are_equal_and_not_identical_are_the_same():
+    kwargs = {"".join(("first", str(number))): x() for number in range(3)}
+    plan, again = plan_of(kwargs), {f"first{number}": x() for number in range(3)}
+    assert not any(a is b for a, b in zip(kwargs, again, strict=True))
+    leaves = match(plan, again)
+    assert all(a is b for a, b in zip(leaves, again.values(), strict=True))
+    assert match(plan, {**again, "first3": x()}) is None
+    assert match(plan, dict(list(again.items())[:2])) is None
+    renamed = {"first0": x(), "first1": x(), "second": x()}
+    assert match(plan, renamed) is None
+
+
+@pytest.mark.parametrize("positions", [(0,), (2,), (0, 1, 2), (1, 3), (3, 1, 2), ()])
+def test_leaves_are_picked_wherever_they_lie(positions):
+    """Side by side they are a slice; elsewhere, and out of order, they are picked one by one."""
+    assert list(_picker(positions)(["a", "b", "c", "d"])) == ["abcd"[position] for position in positions]
 
 
 def test_leaves_come_in_the_order_of_the_key():

@@ -139,6 +139,7 @@ def test_each_generation_of_forks_uses_wrappers_of_its_own():
         return ReferenceGraphedForward(lambda *, x: x * 2, device="cpu")
 
     ours = build()
+    use(ours)
 
     def child():
         assert forks.count == before + 1
@@ -158,4 +159,5 @@ def test_each_generation_of_forks_uses_wrappers_of_its_own():
     for _ in range(2):
         assert in_child(child) == 0
     assert forks.count == before
-    use(ours)
+    assert torch.equal(ours(x=x), x * 2)
+    assert ours.stats()["replays"] == 3
