@@ -40,7 +40,7 @@ _SWITCHES: tuple[_Reader, ...] = (
     torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
     torch._C._get_math_sdp_allow_fp16_bf16_reduction,
-    torch.backends.mha.get_fastpath_enabled,
+    partial(vars(torch.backends.mha).__getitem__, "_is_fastpath_enabled"),  # its getter is two Python calls
 )
 _SWITCHES_OFF_CUDA: tuple[_Reader, ...] = (
     _precision("mkldnn", "matmul"),
@@ -101,7 +101,8 @@ class Ambient:
             return f"{_NAMES[position]} is another"
         switch = self._switches[position - len(_NAMES)]
         if isinstance(switch, partial):
-            name = " ".join(switch.args) + (" precision" if len(switch.args) > 1 else " autocast dtype")
+            kind = {2: " precision", 1: " autocast dtype"}[len(switch.args)]
+            name = switch.args[0] if switch.args[0].startswith("_") else " ".join(switch.args) + kind
         else:
             name = switch.__name__
         return f"process switch {name.strip('_').removeprefix('get_')} is {now[position]}"
