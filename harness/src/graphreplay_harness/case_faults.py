@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphreplay import GraphedForward, capture
-from graphreplay.entry import Entry, Launch
+from graphreplay.entry import Entry, Graph, Launch
 from graphreplay_harness.case_model import Case, Fault, Place
 
 DEATH_STATUS = 77
@@ -174,9 +174,7 @@ class Faults:
             except Exception:
                 graph.reset()
                 raise
-            staging = graph.staging
-            graph.staging = lambda *args: faults._before_launch(staging(*args))  # type: ignore[method-assign]
-            return graph, outputs
+            return _Launched(graph, faults), outputs
 
         @contextmanager
         def _sync_probe(self: GraphedForward) -> Iterator[None]:
@@ -190,13 +188,6 @@ class Faults:
             cls.close(self)
 
         return type(f"Faulty{cls.__name__}", (cls,), {f.__name__: f for f in (_capture_graph, _sync_probe, close)})
-
-    def _before_launch(self, launch: Launch) -> Launch:
-        def reaching(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-            self.reach(Place.REPLAY)
-            launch(inputs, addresses, outputs)
-
-        return reaching
 
     def patches(self) -> AbstractContextManager[object]:
         """Puts places into what is no hook. The wrapper is to be built inside."""
@@ -216,3 +207,22 @@ class Faults:
         ):
             stack.enter_context(mock.patch.object(owner, name, before(place, getattr(owner, name))))
         return stack
+
+
+class _Launched:
+    """A graph with a place before each of its launches."""
+
+    def __init__(self, graph: Graph, faults: Faults) -> None:
+        self.nbytes = graph.nbytes
+        self.reset = graph.reset
+        self._graph = graph
+        self._faults = faults
+
+    def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
+        launch, faults = self._graph.staging(inputs, outputs), self._faults
+
+        def reaching(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+            faults.reach(Place.REPLAY)
+            launch(inputs, addresses, outputs)
+
+        return reaching

@@ -77,7 +77,7 @@ def test_memory_for_copies_has_the_strides_of_the_tensors(shape, dtype, how, ord
     assert not copies[0].requires_grad
     clone(tensor)
     if plan.is_simple:
-        assert like(torch.empty_like(tensor)) == like(maker_of(tensor)()) == like(tensor)
+        assert like(torch.empty_like(tensor)) == like(maker_of([tensor])()[0]) == like(tensor)
         assert copies[0].untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
@@ -93,7 +93,7 @@ def test_odd_strides_of_dimensions_of_length_one_are_kept(dims):
     plan = CopyPlan([tensor])
     assert plan.is_simple
     (copy,) = plan.allocate([tensor])
-    assert like(copy) == like(maker_of(tensor)()) == like(tensor)
+    assert like(copy) == like(maker_of([tensor])()[0]) == like(tensor)
     clone(tensor)
 
 
@@ -101,8 +101,8 @@ def test_odd_strides_of_dimensions_of_length_one_are_kept(dims):
 def test_makers_make_ordinary_tensors_of_the_current_mode(mode):
     weight = torch.nn.Parameter(torch.ones(2, 3))
     with mode():
-        make = maker_of(weight)
-        made, other, wanted = make(), make(), torch.empty_like(weight)
+        make = maker_of([weight, weight])
+        (made, other), wanted = make(), torch.empty_like(weight)
     for tensor in (made, other):
         assert (type(tensor), tensor.is_inference()) == (type(wanted), wanted.is_inference())
         assert (tensor.requires_grad, tensor.is_leaf, tensor.grad_fn) == (False, True, None)

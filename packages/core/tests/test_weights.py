@@ -14,7 +14,8 @@ from torch import nn
 from graphreplay import ReferenceGraphedForward
 from graphreplay.attributes import AttributeSnapshot, StatefulForwardError, attributes_kept
 from graphreplay.behind import modules_behind
-from graphreplay.weights import ModuleWatch, _version
+from graphreplay.looks import dict_version
+from graphreplay.weights import ModuleWatch
 
 
 class Model(nn.Module):
@@ -557,7 +558,7 @@ def test_calls_between_changes_are_as_eager(steps, lent):
 def test_each_change_of_a_dict_gives_it_a_version_that_none_had(cls):
     """As torch's guards have it, by a name that is not public: the quick look rests on it."""
     one, other = cls(a=1), cls(a=1)
-    seen = [_version(one), _version(other)]
+    seen = [dict_version(one), dict_version(other)]
     for change in (
         lambda: one.update(b=2),
         lambda: one.update(a=3),
@@ -567,8 +568,8 @@ def test_each_change_of_a_dict_gives_it_a_version_that_none_had(cls):
         one.clear,
     ):
         change()
-        seen += [_version(one), _version(other)]
-        assert _version(one) == seen[-2], "looking changes nothing"
+        seen += [dict_version(one), dict_version(other)]
+        assert dict_version(one) == seen[-2], "looking changes nothing"
     assert len(set(seen)) == 2 + 6
 
 

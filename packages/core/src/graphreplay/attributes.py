@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from graphreplay.errors import CaptureError
 from graphreplay.hooks import BackendHooks
+from graphreplay.looks import dict_version
 from graphreplay.tree import TENSOR_TYPES
 from graphreplay.values import value_token
 
@@ -28,9 +29,6 @@ _LEAVES = frozenset({bool, int, float, str, NoneType, Tensor, nn.Parameter, Func
 """The types of most attributes; nothing is inside."""
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 """The types of most containers."""
-
-_version = torch._C._dynamo.guards.dict_version
-"""A number that no dict has twice: each change of what is under its keys gives it another."""
 
 
 class StatefulForwardError(CaptureError):
@@ -61,8 +59,7 @@ the path is rarely asked for, most are never written out."""
 
 
 _Kept: TypeAlias = tuple[_Place, Any, Any, int | None]
-"""A container, where it is, a copy of it, and the version of a dict; none of an OrderedDict, whose version leaves its
-order out."""
+"""A container, where it is, a copy of it, and its version if it holds the attributes of a module."""
 
 
 class AttributeSnapshot:
@@ -86,7 +83,7 @@ class AttributeSnapshot:
             if len(self._kept) >= MAX_CONTAINERS:
                 break
             seen.add(id(container))
-            version = _version(container) if type(container) is dict else None
+            version = dict_version(container) if isinstance(place, str) else None
             was = container.copy()
             self._kept.append((place, container, was, version))
             for key, value in _items(was):
@@ -110,7 +107,7 @@ class AttributeSnapshot:
             filled = (held for held in self._empty if held)
             found += [(self._path_of(held), held, {} if isinstance(held, dict) else ()) for held in filled]
         for place, container, was, version in self._kept:
-            if (version is None or _version(container) != version) and not _untouched(container, was):
+            if (version is None or dict_version(container) != version) and not _untouched(container, was):
                 found.append((_path(place), container, was))
         return found
 

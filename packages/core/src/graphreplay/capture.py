@@ -41,7 +41,7 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-"""What is known about the calling thread."""
+"""Of the calling thread: whether it is inside the warm-up or capture of some graphed forward."""
 
 
 class _CollectorHold:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Generator, Tensor
@@ -46,6 +47,16 @@ def launch_between(
         handing_out.copy(outputs, static_outputs)
 
     return launch
+
+
+def _lending(launch: Launch) -> Launch:
+    """One that hands nothing out."""
+    return lambda inputs, addresses, outputs: launch(inputs, addresses, ())
+
+
+def _handing_out_dense(launch: Launch, plan: CopyPlan) -> Launch:
+    """One that leaves out the outputs which the plan's ``copy_rest`` copies."""
+    return lambda inputs, addresses, outputs: launch(inputs, addresses, plan.pick_dense(outputs))
 
 
 class Entry:
@@ -100,15 +111,25 @@ class Entry:
         lends = not (clone_outputs or written or shares_inputs)
         self._handing_out = None if lends else CopyPlan(output_leaves)
         handed_out = () if self._handing_out is None else self._handing_out.pick_dense(output_leaves)
-        self._launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
-        simple = self._handing_out is not None and self._handing_out.is_simple
-        self._make = list(map(maker_of, output_leaves)) if simple else []
-        self._index = output_leaves[0].get_device() if output_leaves else -1
-        self.launch: Launch = self._launch if simple else self._launch_dense
+        launch = graph.staging(self._staging.pick_dense(inputs), handed_out)
+        # None of these may hold the entry: nobody but its graph's owner is to keep it, and its memory, alive.
+        self.launch: Launch = launch
         """Replays what was staged; on a device this returns while the work goes on."""
-        self.is_plain = self._staging.is_simple and not written and (simple or lends)
+        self.allocate: Callable[[], Sequence[Tensor]]
+        """Makes memory for the outputs."""
+        if self._handing_out is None:
+            self.launch, self.allocate = _lending(launch), lambda: output_leaves
+        elif self._handing_out.is_simple:
+            self.allocate = maker_of(output_leaves)
+        else:
+            self.launch = _handing_out_dense(launch, self._handing_out)
+            self.allocate = partial(self._handing_out.allocate, output_leaves)
+        plain_outputs = self._handing_out is None or self._handing_out.is_simple
+        self.is_plain = self._staging.is_simple and not written and plain_outputs
         """Whether a replay takes no more than ``allocate``, ``launch`` and ``rebuild``, if the bytes of all inputs are
         their values."""
+        self.plannable = True
+        """Whether a plan can recognize calls of this graph, as far as is known."""
         self._keep_alive = keep_alive
         self.reads_only = repeatable and not written and not shares_inputs
         """Whether nobody can tell if inputs share storage with each other, or with what the module holds."""
@@ -121,14 +142,6 @@ class Entry:
         if self.written and overlap_across_storages(leaves):
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
-
-    def allocate(self) -> Sequence[Tensor]:
-        """Memory for the outputs."""
-        if self._make:
-            outputs = [make() for make in self._make]
-            if outputs[0].get_device() == self._index:  # they come from the current device
-                return outputs
-        return self._output_leaves if self._handing_out is None else self._handing_out.allocate(self._output_leaves)
 
     def stage(
         self, leaves: Sequence[Tensor], addresses: Sequence[int]
@@ -149,9 +162,6 @@ class Entry:
         outputs = self.allocate()
         self._staging.copy_rest(self._inputs, leaves)
         return dense, where, outputs
-
-    def _launch_dense(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        self._launch(inputs, addresses, () if self._handing_out is None else self._handing_out.pick_dense(outputs))
 
     def hand_out(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """The outputs of the last launch. Inputs that the forward writes are written in ``leaves`` too, as the eager

@@ -4,21 +4,24 @@
                                   ├─ miss ─► forward once, eagerly: the call's own result ─► capture for the next call
                                   └─ not graphable ─► eager, with a reason that is counted and logged
 
-The road is ``_go``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below; a call like a recent
-one first tries the short cut from its kwargs to its outputs, which is shortcut.py. A platform overrides the hooks in
-hooks.py and never repeats the road. Captures ahead of calls are in upkeep.py, and what a wrapper keeps between calls in
-state.py.
+The road is ``_call``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below; ``_hit`` is a short
+cut for calls like recent ones. A platform overrides the hooks in hooks.py and never repeats the road. Captures ahead of
+calls are in upkeep.py, and what a wrapper keeps between calls in state.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import call as run
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from graphreplay import upkeep
 from graphreplay.ambient import eager_only
@@ -27,6 +30,7 @@ from graphreplay.bound import BoundForward
 from graphreplay.capture import (
     body_error_wins,
     build_entry,
+    capturing_here,
     describe,
     quiet_capture,
     thread,
@@ -41,6 +45,7 @@ from graphreplay.errors import (
     UnsupportedLeafError,
 )
 from graphreplay.peers import peers_of
+from graphreplay.plan import MAX_PLANS, Plan
 from graphreplay.pool import GraphPool
 from graphreplay.request import (
     NO_OPTIONS,
@@ -48,10 +53,10 @@ from graphreplay.request import (
     Request,
     keyed,
     order_shows_below,
+    share_nothing,
 )
-from graphreplay.shortcut import ShortCut
 from graphreplay.signature import flatten
-from graphreplay.state import free
+from graphreplay.state import GraphStore, forks, free
 from graphreplay.stats import logger
 from graphreplay.together import Alone, Failure
 from graphreplay.verify import EagerTwin
@@ -60,7 +65,7 @@ DISABLE_VARIABLE = "GRAPHREPLAY_DISABLE"
 """Environment variable that turns all graphs off, unless it is empty or 0; read when a wrapper is built."""
 
 
-class GraphedForward(ShortCut):
+class GraphedForward(GraphStore):
     """Calls a keyword-only forward, and replays it as one device graph for shapes that it has seen before.
 
     A call returns what ``module(**kwargs)`` returns, in tensors that the caller owns. The first call of a shape runs
@@ -220,24 +225,45 @@ class GraphedForward(ShortCut):
 
     # ------------------------------------------------------------------------------------------- road
 
-    def _go(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
+    def _call(self, kwargs: dict[str, Any], options: CallOptions) -> Any:
+        peers, call, answer = self.peers, "", None
+        if (
+            self._plans  # none where it is closed or disabled
+            and self._forks == forks.count
+            and not is_dynamo_compiling()
+            and not thread.capturing
+            and not self._is_capturing()
+        ):
+            state = tuple(map(run, self._ambient.readers))
+            for plan in self._plans:
+                leaves = plan.match(state, kwargs, options.variant)
+                if leaves is not None:
+                    if not peers.alone:
+                        peers.check()
+                        call = peers.next_call()
+                    hit = self._hit if not self._nvtx else self._marked_hit
+                    answer = hit(plan, leaves, kwargs, options)
+                    if type(answer) is tuple:
+                        return answer[0]
+                    break
         self._check_usable()
-        if thread.capturing or self._is_capturing():
+        if capturing_here() or self._is_capturing():
             # Someone else's graph takes this forward in; it is part of that graph, and none of ours is touched.
             with body_error_wins(self._capture_context):
                 return self._eager(kwargs, "called inside another capture")
-        peers = self.peers
         if not peers.alone:
             peers.check()
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
-        request = self._request(kwargs, options)
-        call = "" if peers.alone else peers.next_call()
+        request = answer if isinstance(answer, Request) else self._request(kwargs, options)
+        if not peers.alone:
+            call = call or peers.next_call()
         if isinstance(request, str):
             self.peers.excuse(call, request)
             return self._eager(kwargs, request)
+        changed = answer if isinstance(answer, str) else None
         with self.pool.lock:
-            found = self._look_up(request)
+            found = self._look_up(request, changed)
             answer = self._replay(found, request) if isinstance(found, Entry) else found
             if isinstance(answer, tuple):
                 return answer[0]
@@ -254,6 +280,75 @@ class GraphedForward(ShortCut):
         self.peers.excuse(call, answer)
         return self._eager(kwargs, answer)
 
+    def _hit(
+        self, plan: Plan, leaves: Sequence[Tensor], kwargs: dict[str, Any], options: CallOptions
+    ) -> tuple[Any] | Request | str | None:
+        """The short cut: replays for a call that a plan has recognized, and returns the outputs in a tuple.
+
+        It asks what the road asks, but for what no call of a plain graph needs. Each line is paid for in every call.
+
+        Returns:
+            Otherwise, for the road to go on with: the request, what has changed of the module (the graphs are dropped
+            then), or None.
+        """
+        addresses, watch = list(map(Tensor.data_ptr, leaves)), self._watch
+        if (
+            watch is None
+            or not all(addresses)
+            or (plan.grad_mode and watch.requires_grad())
+            or forward_ad._current_level >= 0
+        ):
+            return None
+        with self.pool.lock:
+            cache = self._cache
+            entry = cache.newest if cache.newest_key is plan.key else cache.get(plan.key)
+            if entry is None or plan not in self._plans:  # by another thread, while this one waited for its turn
+                return None
+            plain = entry.is_plain and self._verify != "always"
+            if not (plain and entry.reads_only) and not share_nothing(leaves, watch):
+                return None
+            if not plain:
+                return Request(kwargs, options, leaves, addresses, plan.key, plan.state)
+            harmless = entry.repeatable and not self.pool.lends  # as _can_do_over says
+            if not harmless and self._check_module and not watch.is_untouched():
+                changed = self._drop_if_changed()
+                if changed is not None:
+                    return changed
+            try:
+                self._take_turn()
+                outputs = entry.allocate()
+            except Exception:
+                return None  # the road knows what to do if this goes on
+            try:
+                entry.launch(leaves, addresses, outputs)
+                if harmless and self._check_module and not watch.is_untouched():
+                    changed = self._drop_if_changed()
+                    if changed is not None:
+                        return changed
+                result = entry.rebuild(outputs)
+            except Exception as error:
+                self._replay_failed(error, harmless)
+                return None
+            entry.replays += 1
+            self._stats.replays += 1
+            if options.pin:
+                cache.pin(plan.key)
+            if plan is not self._plans[0]:
+                self._promote(plan)
+            return (result,)
+
+    def _marked_hit(
+        self, plan: Plan, leaves: Sequence[Tensor], kwargs: dict[str, Any], options: CallOptions
+    ) -> tuple[Any] | Request | str | None:
+        with self._range("replay"):
+            return self._hit(plan, leaves, kwargs, options)
+
+    def _replay_failed(self, error: Exception, harmless: bool) -> None:
+        """Disables the wrapper. Returns only if an eager call can make up for the replay."""
+        self.disable(f"replay failed: {describe(error)}")
+        if not harmless:
+            raise error
+
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
         if torch.compiler.is_compiling():
@@ -261,8 +356,12 @@ class GraphedForward(ShortCut):
         watch = self._watch or self._watched()
         return watch.refusal or eager_only() or keyed(self, kwargs, options, watch, ahead)
 
-    def _look_up(self, request: Request) -> Entry | str | None:
-        """The graph for a request, None for a miss that may be captured, or why it runs eagerly."""
+    def _look_up(self, request: Request, changed: str | None = None) -> Entry | str | None:
+        """The graph for a request, None for a miss that may be captured, or why it runs eagerly.
+
+        Args:
+            changed: what of the module turned out to have changed in this call already.
+        """
         if self._closed or self.disabled_reason is not None:  # by another thread, while this one waited for its turn
             self._check_usable()
             return self.disabled_reason
@@ -273,7 +372,7 @@ class GraphedForward(ShortCut):
             return self.disabled_reason
         entry = self._cache.get(request.key)
         if entry is None or (self._check_module and not self._can_do_over(entry)):
-            changed = self._drop_if_changed()
+            changed = changed or self._drop_if_changed()
             if changed is not None:
                 return self._missed(request, changed)
         if entry is None:
@@ -311,9 +410,7 @@ class GraphedForward(ShortCut):
                 harmless = harmless and not entry.written
                 result = entry.hand_out(request.leaves, outputs)
             except Exception as error:
-                self.disable(f"replay failed: {describe(error)}")
-                if not harmless:
-                    raise
+                self._replay_failed(error, harmless)
                 return self.disabled_reason
         if eager is not None:
             self._stats.verified += 1
@@ -327,13 +424,32 @@ class GraphedForward(ShortCut):
             self._churn.replayed(request.key.signature)
         if request.options.pin:
             self._cache.pin(request.key)
-        if entry.is_plain and self._verify != "always":
+        if entry.plannable:
             self._plan(entry, request)
         return (result,)
 
     def _can_do_over(self, entry: Entry) -> bool:
         """Whether a call can run eagerly after its replay, as if that had not been."""
         return entry.repeatable and not self.pool.lends
+
+    def _plan(self, entry: Entry, request: Request) -> None:
+        """Has calls like this one be recognized."""
+        state, kwargs, variant = request.state, request.kwargs, request.options.variant
+        if any(plan.key is entry.key and plan.match(state, kwargs, variant) for plan in self._plans):
+            return  # it was
+        if any(map(Tensor.is_neg, request.leaves)) or any(map(Tensor.is_conj, request.leaves)):
+            return  # of those to come, most will hold their values as they are
+        try:
+            plan = Plan(entry.key, self._ambient, state, kwargs, variant, request.leaves)
+        except ValueError as error:
+            entry.plannable = False  # and no later call tries again, which takes half of what its key takes
+            logger.debug("%s builds the key of each such call: %s", self.name, str(error))
+        else:
+            self._promote(plan)
+
+    def _promote(self, plan: Plan) -> None:
+        """Has calls be compared with this plan first."""
+        self._plans = (plan, *[other for other in self._plans if other is not plan])[:MAX_PLANS]
 
     def _drop_if_changed(self) -> str | None:
         """Drops all graphs if the module has changed since they were captured, and says what changed."""

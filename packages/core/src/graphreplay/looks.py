@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+"""A number that no dict has twice, nor two dicts in common: each change to one gives it another, of its order excepted.
+From Python 3.12 on torch watches such a dict for good, so ask for dicts of modules only."""
 
 
 def looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:

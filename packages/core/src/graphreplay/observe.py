@@ -157,7 +157,7 @@ class Observer(Recorder):
         if self._probe is not None:
             self._probe.after(func, made)
         self._after_op(made)
-        if plain.whole and result is args[0] and len(self.outside) > before:
+        if plain.whole and result is args[0] and len(self.outside) == before + 1:
             self._known.remove(self.outside.popitem()[0])  # it had nothing to do, and has read nothing
         is_part = self._composites or (plain.whole and torch.is_inference_mode_enabled())
         return self._as_part(result, args) if is_part else result

@@ -41,7 +41,7 @@ class Plan:
         if any(state[:2]):
             raise ValueError("modes that are active")
         self.key = key
-        self._state = state
+        self.state = state
         self.grad_mode: bool = state[2]
         self._autocast = ambient.autocast()
         self._ambient = ambient
@@ -55,8 +55,6 @@ class Plan:
         places = {id(leaf): -1 for leaf in leaves}
         if key.sharing or not leaves:
             raise ValueError("tensors that share storage, or none")
-        if any(leaf.is_neg() or leaf.is_conj() for leaf in leaves):
-            raise ValueError("a tensor whose bytes are not its values")
         if not all(map(Tensor.data_ptr, leaves)):  # calls would be recognized, and their keys built all the same
             raise ValueError("a tensor without elements")
         for position, value in enumerate(values):  # which grow meanwhile
@@ -88,7 +86,7 @@ class Plan:
         """
         names = self._names
         if (
-            state != self._state
+            state != self.state
             or len(kwargs) != len(names)
             # Mostly they are the very same strings, of the line that calls.
             or not (all(map(is_, kwargs, names)) or _same_names(kwargs, names))

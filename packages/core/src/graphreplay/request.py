@@ -127,7 +127,7 @@ class Request:
     """Equal for two calls exactly if one graph can serve both."""
     state: State
     """Of the process, at the call."""
-    ahead: bool
+    ahead: bool = False
     """From ``prepare``: asked for on purpose, so that it is no sign of churn."""
 
 
@@ -144,7 +144,7 @@ def keyed(
     watch: ModuleWatch,
     ahead: bool,
 ) -> Request | str:
-    """The request of a call that no plan recognizes, or why no graph may serve it."""
+    """The request of a call, with its key built anew, or why no graph may serve it."""
     variant = None if options.variant is None else variant_key(options.variant)
     state = store._ambient.read()
     try:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
 from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
-from graphreplay.looks import looks_of
+from graphreplay.looks import dict_version, looks_of
 from graphreplay.tree import TENSOR_TYPES
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -42,10 +42,6 @@ _STRUCTURE = (
 )
 
 
-_version = torch._C._dynamo.guards.dict_version
-"""A number that no dict has twice, nor two dicts in common: each change to one gives it another."""
-
-
 class _Seen:
     """What modules were like when they were looked at closely, in a form that is soon compared."""
 
@@ -58,7 +54,7 @@ class _Seen:
     ) -> None:
         self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
         self.look_alike = looks_of(self.tensors)
-        self.versions = list(map(_version, dicts))
+        self.versions = list(map(dict_version, dicts))
         self.orders = list(map(tuple, ordered))  # no part of the version
         self.classes = list(map(type, modules))
 
@@ -153,7 +149,7 @@ class ModuleWatch:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
         if self.is_untouched():
             return None
-        places = self._places_now()
+        places = _places(self._tensors)
         if places != self._places:
             seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
             name = next(name for name, now, was in seen if now != was)
@@ -185,7 +181,7 @@ class ModuleWatch:
             seen is not None
             and seen.look_alike(*seen.tensors)
             and list(map(Tensor.data_ptr, self._tensors)) == self._places[0]
-            and list(map(_version, self._dicts)) == seen.versions
+            and list(map(dict_version, self._dicts)) == seen.versions
             and list(map(type, self._bare)) == seen.classes
             and not any(self._empty)
             and (not self._ordered or list(map(tuple, self._ordered)) == seen.orders)
@@ -218,9 +214,6 @@ class ModuleWatch:
                 f"the forward moves {names[moved[0]]} to other memory or changes how it is seen, which a replay would "
                 "not do; update it in place"
             )
-
-    def _places_now(self) -> list[list[Any]]:
-        return _places(self._tensors)
 
     def _structure_now(self) -> tuple[list[Any], ...]:
         """Objects in a fixed order, to be compared by identity: == of tensors would compare values. The watch holds on

@@ -354,7 +354,7 @@ class OptionsContract(ContractBase):
             def fail(*_: object) -> None:
                 raise RuntimeError("for a test")
 
-            monkeypatch.setattr(entry, "_launch", fail)
+            monkeypatch.setattr(entry, "launch", fail)
             with pytest.raises(RuntimeError, match="for a test"):
                 graphed(x=y)
         assert "replay failed" in (graphed.disabled_reason or "")
