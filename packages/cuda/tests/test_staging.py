@@ -9,7 +9,8 @@ from cuda_health import assert_healthy
 
 import graphreplay
 from graphreplay_cuda import CUDAGraph, GraphStateError, driver, graph
-from graphreplay_cuda.copynode import CopyNode, Launches
+from graphreplay_cuda.copynode import CopyNode
+from graphreplay_cuda.launches import Launches
 from graphreplay_cuda.staging import Staging, _apart
 
 gpu = pytest.mark.cuda

@@ -4,9 +4,9 @@
                                   ├─ miss ─► forward once, eagerly: the call's own result ─► capture for the next call
                                   └─ not graphable ─► eager, with a reason that is counted and logged
 
-The road is ``_call``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below; ``_hit`` is a short
-cut for calls like recent ones. A platform overrides the hooks in hooks.py and never repeats the road. Captures ahead of
-calls are in upkeep.py, and what a wrapper keeps between calls in state.py.
+The road is ``_call``, ``_request``, ``_look_up``, ``_replay`` and ``_capture``, in that order below; ``_hit`` is a
+short cut for calls like recent ones. A platform overrides the hooks in hooks.py and never repeats the road. Captures
+ahead of calls are in upkeep.py, and what a wrapper keeps between calls in state.py.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from graphreplay.request import (
     CallOptions,
     Request,
     keyed,
+    kwargs_named_as_options,
     order_shows_below,
     share_nothing,
 )
@@ -153,6 +154,7 @@ class GraphedForward(GraphStore):
         self._check_module = check_module
         self.clone_outputs = clone_outputs
         self._nvtx = nvtx
+        self._named_as_options = kwargs_named_as_options(module)
         self._flatten = partial(flatten, ordered_below=order_shows_below(module), on_device=self.device.type != "cpu")
         self._open_store(max_entries, max_bytes)
         self.peers.forget(self)
@@ -179,6 +181,8 @@ class GraphedForward(GraphStore):
 
         Raises:
             PositionalArgumentError: a positional argument was given.
+            ConfigurationError: ``keep_alive`` or ``pin`` is of another type, or the forward itself has a kwarg of one
+                of the three names; see ``options``.
             UnsupportedLeafError: ``variant`` has no stable value.
             RankDisagreementError: the ranks of ``group`` are out of step, or one of them is gone.
             StateLostError: buffers could not be put back after a capture; the wrapper is disabled.
@@ -192,7 +196,7 @@ class GraphedForward(GraphStore):
             )
         # No parameters of their own: Python compares each keyword of a call with the name of each, in every call.
         if "variant" in kwargs or "keep_alive" in kwargs or "pin" in kwargs:
-            return self._call(kwargs, CallOptions.taken_from(kwargs))
+            return self._call(kwargs, CallOptions.taken_from(kwargs, self._named_as_options))
         return self._call(kwargs, NO_OPTIONS)
 
     def options(self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False) -> BoundForward:
@@ -200,28 +204,28 @@ class GraphedForward(GraphStore):
         ``graphed.options(pin=True)(pin=tensor)``."""
         return BoundForward(self, CallOptions(variant, keep_alive, pin))
 
-    def prepare(
-        self, *, variant: Any = None, keep_alive: tuple[Any, ...] = (), pin: bool = False, **kwargs: Any
-    ) -> bool:
-        """Captures the graph for such a call without making one; kwargs, buffers and torch's generators end as they
-        were. Grad mode, autocast and the like are part of the key: prepare under those of the calls to come.
+    def prepare(self, **kwargs: Any) -> bool:
+        """Captures the graph for such a call, with the options of that, without making one; kwargs, buffers and torch's
+        generators end as they were. Grad mode, autocast and the like are part of the key: prepare under those of the
+        calls to come.
 
         Returns:
             Whether a graph is there now. If not, ``stats()`` says why.
 
         Raises:
+            ConfigurationError: as for a call.
             UnsupportedLeafError: ``variant`` has no stable value.
             Exception: whatever the forward itself raises.
         """
-        return upkeep.prepare(self, kwargs, CallOptions(variant, keep_alive, pin))
+        return upkeep.prepare(self, kwargs, CallOptions.taken_from(kwargs, self._named_as_options))
 
-    def unpin(self, *, variant: Any = None, **kwargs: Any) -> bool:
-        """Makes the graph of such a call evictable. Returns False if there is none."""
-        return upkeep.unpin(self, kwargs, CallOptions(variant))
+    def unpin(self, **kwargs: Any) -> bool:
+        """Makes the graph of such a call evictable, of the call's ``variant``. Returns False if there is none."""
+        return upkeep.unpin(self, kwargs, CallOptions.taken_from(kwargs, self._named_as_options))
 
-    def evict(self, *, variant: Any = None, **kwargs: Any) -> bool:
+    def evict(self, **kwargs: Any) -> bool:
         """Drops the graph of such a call, pinned or not. Returns False if there is none."""
-        return upkeep.evict(self, kwargs, CallOptions(variant))
+        return upkeep.evict(self, kwargs, CallOptions.taken_from(kwargs, self._named_as_options))
 
     # ------------------------------------------------------------------------------------------- road
 

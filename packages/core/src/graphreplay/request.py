@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,19 @@ from graphreplay.tree import path_of
 if TYPE_CHECKING:
     from graphreplay.state import GraphStore
     from graphreplay.weights import ModuleWatch
+
+
+OPTION_NAMES = ("variant", "keep_alive", "pin")
+"""Kwargs of a call that are the wrapper's own."""
+
+
+def kwargs_named_as_options(forward: Any) -> frozenset[str]:
+    """Those of the names above that the forward has parameters for."""
+    try:
+        parameters = inspect.signature(getattr(forward, "forward", forward)).parameters
+    except (TypeError, ValueError):  # some built-ins tell nothing about themselves
+        return frozenset()
+    return frozenset(name for name in OPTION_NAMES if name in parameters)
 
 
 def order_shows_below(forward: Any) -> int:
@@ -57,16 +70,28 @@ class CallOptions:
     pin: bool = False
 
     @classmethod
-    def taken_from(cls, kwargs: dict[str, Any]) -> CallOptions:
-        """Those among the kwargs, which they leave."""
-        names = ("variant", "keep_alive", "pin")
-        return cls(**{name: kwargs.pop(name) for name in names if name in kwargs})
+    def taken_from(cls, kwargs: dict[str, Any], forwards_own: Set[str]) -> CallOptions:
+        """Those among the kwargs, which they leave.
+
+        Raises:
+            ConfigurationError: the forward itself has a kwarg of this name, so that either may be meant.
+        """
+        names = [name for name in OPTION_NAMES if name in kwargs]
+        for name in names:
+            if name in forwards_own:
+                raise ConfigurationError(
+                    f"{name}= may be meant for the forward, which has a kwarg of this name, or for the wrapper; write "
+                    f"graphed.options()({name}=…) for the forward's, and graphed.options({name}=…)(…) for the wrapper's"
+                )
+        return cls(**{name: kwargs.pop(name) for name in names})
 
     def __post_init__(self) -> None:
+        hint = "; if it is a kwarg of the forward's own, write graphed.options()"
         if type(self.keep_alive) is not tuple:
-            raise ConfigurationError(f"keep_alive must be a tuple of objects, not a {type(self.keep_alive).__name__}")
+            what = type(self.keep_alive).__name__
+            raise ConfigurationError(f"keep_alive must be a tuple of objects, not a {what}{hint}(keep_alive=…)")
         if type(self.pin) is not bool:
-            raise ConfigurationError(f"pin must be True or False, not {self.pin!r}")
+            raise ConfigurationError(f"pin must be True or False, not of type {type(self.pin).__name__}{hint}(pin=…)")
 
 
 NO_OPTIONS = CallOptions()

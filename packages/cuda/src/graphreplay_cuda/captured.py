@@ -13,8 +13,8 @@ from graphreplay.entry import Launch
 from graphreplay.storage import CopyPlan
 from graphreplay_cuda import driver, kernels, streams
 from graphreplay_cuda.context import graph
-from graphreplay_cuda.copynode import Launches
 from graphreplay_cuda.graph import CUDAGraph
+from graphreplay_cuda.launches import Launches
 from graphreplay_cuda.pools import PoolHandle
 
 
@@ -84,7 +84,7 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
         noted = torch.empty(0, dtype=torch.int64, device=pool.device).set_(storage)
         outputs = forward()
         grown = torch.cuda.memory_reserved(pool.device) - before
-    captured.take_turns_with(pool.launches)
+    captured._take_turns_with(pool.launches)
     # What the pool grew by. Later captures reuse it, so they count less; the sum is what the pool holds. Other threads'
     # growth is in it too: torch tells what a pool holds only by a snapshot, which walks and copies all of its blocks.
     return CapturedForward(captured, noted, max(0, grown)), outputs

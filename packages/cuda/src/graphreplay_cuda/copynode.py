@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from graphreplay import CaptureError
 from graphreplay.storage import extent
-from graphreplay_cuda import driver, kernels, streams
+from graphreplay_cuda import driver, kernels
 from graphreplay_cuda.errors import DriverError, GraphStateError
+from graphreplay_cuda.launches import Launches
 
 _BYTES_PER_BLOCK = 16 * kernels.THREADS
 """Bytes that a block copies at a time, with 16 by each thread."""
@@ -88,52 +88,6 @@ def _grid(sizes: Sequence[int]) -> tuple[int, int]:
     return blocks, rows
 
 
-class Launches:
-    """The launches of one graph, or of several that share memory, which come one at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.index: int = device.index
-        self.lock = threading.RLock()
-        self.last: int | None = None
-        """The raw stream of the latest one."""
-
-    def take_turn(self) -> None:
-        """Orders the current stream behind the latest launch, before the next one. The driver does as much for the
-        graph itself, and not for what goes with it: seeds of random numbers, and copies."""
-        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw != self.last:
-            if self.last is not None:
-                self.refuse_capture("a launch")
-                if self.is_blocked():
-                    raise GraphStateError("the stream of the launch before is being captured; launch after that")
-                torch.cuda.current_stream(self.device).wait_stream(streams.named(self.last, self.device))
-            self.last = raw
-
-    def is_blocked(self) -> bool:
-        """Whether the stream of the latest one is being captured, so that nothing can wait for it now."""
-        last = self.last or 0  # the legacy default stream is never captured
-        return last != 0 and driver.is_capturing(last)
-
-    def wait(self) -> None:
-        """Has the host wait for them, which must not be blocked."""
-        if self.last is not None:
-            # By an event: waiting for the legacy default stream would break captures of other threads.
-            done = torch.cuda.Event()
-            done.record(streams.named(self.last, self.device))
-            done.synchronize()
-
-    def refuse_capture(self, what: str) -> None:
-        """Refuses a launch while the stream for it is captured: CUDA would take the graph in as it is now.
-
-        Raises:
-            GraphStateError: it is.
-        """
-        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if raw and driver.is_capturing(raw):  # the legacy default stream, 0, is never captured
-            raise GraphStateError(f"{what} inside a capture, which takes in no graphs")
-
-
 _copy_nodes: weakref.WeakSet[CopyNode] = weakref.WeakSet()
 
 
@@ -141,11 +95,16 @@ class CopyNode:
     """The stage kernel at the root of one graph, and the one at its end if that hands outputs out. Adding them
     instantiates the graph again.
 
+    Args:
+        in_flight: whether launches of the graph may be.
+
     Raises:
         CaptureError: the driver refuses.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, launches: Launches, hand_out: HandOut | None) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, launches: Launches, hand_out: HandOut | None, *, in_flight: bool
+    ) -> None:
         self.hand_out = hand_out
         self.launches = launches
         self.replay = super(torch.cuda.CUDAGraph, graph).replay  # without the Python of torch around it
@@ -155,7 +114,8 @@ class CopyNode:
         try:
             with torch.cuda.device(launches.device), driver.relaxed():
                 self._nothing = Table(launches.device.index, (), hand_out)
-                launches.wait()  # instantiating anew destroys what is in flight
+                if in_flight:
+                    launches.wait()  # instantiating anew destroys them
                 driver.ensure_context()
                 self.node = driver.put_in_front(graph.raw_cuda_graph(), self._nothing.params)
                 if hand_out is not None:

@@ -16,9 +16,10 @@ from graphreplay import ConfigurationError, GraphReplayWarning, NotCopyableError
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.arguments import check_mode, check_pool, check_stream, require_device
 from graphreplay_cuda.capture import IN_USE, Capture
-from graphreplay_cuda.copynode import CopyNode, HandOut, Launches
+from graphreplay_cuda.copynode import CopyNode, HandOut
 from graphreplay_cuda.current import is_capturing_here
 from graphreplay_cuda.errors import GraphStateError
+from graphreplay_cuda.launches import Launches
 from graphreplay_cuda.nodes import ConditionalNodes
 from graphreplay_cuda.pools import PoolHandle
 from graphreplay_cuda.release import release
@@ -49,6 +50,7 @@ class CUDAGraph(ConditionalNodes):
         self._pool: PoolHandle | None = None
         self._keep_alive: list[Tensor] = []
         self._launches = Launches(torch.device("cuda"))
+        self._launched = False
         self._copy_node: CopyNode | None = None
         self._staging: Staging | None = None
         self._hand_out: HandOut | None = None
@@ -100,6 +102,7 @@ class CUDAGraph(ConditionalNodes):
         handle = given or PoolHandle(torch.cuda.graph_pool_handle())
         self._capture = Capture(stream, handle, capture_error_mode)
         self._pool, self._launches, self._process = handle, Launches(stream.device), os.getpid()
+        self._launched = False
 
     def capture_end(self) -> None:
         """Ends the capture and instantiates the graph; the stream of before is current again.
@@ -189,6 +192,7 @@ class CUDAGraph(ConditionalNodes):
             if self._copy_node is not None:
                 self._copy_node.clear()
             self._launches.take_turn()
+            self._launched = True
             graph.replay()
 
     def stage_and_launch(self, static_inputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -225,7 +229,9 @@ class CUDAGraph(ConditionalNodes):
         with self._launches.lock:
             if self._staging is None or not self._staging.serves(static_inputs):
                 self._launches.refuse_capture("staging")  # it loads a kernel, and instantiates
-                self._copy_node = self._copy_node or CopyNode(graph, self._launches, self._hand_out)
+                self._copy_node = self._copy_node or CopyNode(
+                    graph, self._launches, self._hand_out, in_flight=self._launched
+                )
                 self._staging = Staging(self._copy_node, static_inputs)
             return self._staging
 
@@ -243,9 +249,10 @@ class CUDAGraph(ConditionalNodes):
             self._hand_out = HandOut(self._launches.device.index, outputs, noted) if outputs else None
         self._keep_alive.append(noted)
 
-    def take_turns_with(self, launches: Launches) -> None:
-        """Has the launches of this graph count among these, which come one after another. Comes before the first
-        ``staging()``, and before launches."""
+    def _take_turns_with(self, launches: Launches) -> None:
+        """Has the launches of this graph count among these. Comes before its first one."""
+        assert self._copy_node is None
+        assert not self._launched
         self._launches = launches
 
     # ------------------------------------------------------------------------------------------- state

@@ -71,7 +71,7 @@ class Staging:
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
         with driver.relaxed():
             self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node], node.hand_out)
-        self._pack, self._params = self._table.pack, self._table.params
+        self._pack, self._params = self._table.pack, self._table.params  # whose memory is the table's
         self._nowhere = (0,) * (0 if node.hand_out is None else node.hand_out.count)
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
@@ -99,7 +99,7 @@ class Staging:
         shares no memory with any buffer. Anything else may copy foreign memory."""
         launches = self._node.launches
         with launches.lock:
-            self._node.check()
+            self._node.check()  # before anything changes
             launches.take_turn()
             self.run(inputs, list(map(Tensor.data_ptr, inputs)), ())
 

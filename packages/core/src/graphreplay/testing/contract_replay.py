@@ -7,7 +7,7 @@
 | module that mutates its buffers | one call is one step | test_buffers_step_once_a_call |
 | a closure's tensor | read as it is now | test_closure_tensor_* |
 | calls from several threads | as eager | test_threads |
-| a wrapper that is dropped | frees its graphs at once | test_dropped_wrapper_frees_its_graphs |
+| a wrapper that is dropped | frees its graphs at once | test_dropped_* |
 | eviction | survivors still right, memory comes back | test_eviction_* |
 """
 
@@ -166,6 +166,32 @@ class ReplayContract(ContractBase):
             assert_same(result, expected[at], f"rows and seed {at}")
         stats = twin.graphed.stats()
         assert (stats["captures"], stats["replays"], stats["eager_calls"]) == (3, 197, 0)
+
+    @pytest.mark.parametrize("clone_outputs", [True, False])
+    @pytest.mark.parametrize("outputs", ["plain", "strided", "shared", "written"])
+    def test_dropped_graphs_free_their_memory(self, outputs: str, clone_outputs: bool) -> None:
+        """Without the collector: static tensors go with the graph that is evicted, or whose wrapper is dropped."""
+
+        def forward(*, x: Tensor) -> Any:
+            y = x * 2
+            if outputs == "written":
+                x.add_(1)
+            return {"plain": y, "strided": y[:, ::2], "shared": (y, y[:1]), "written": y}[outputs]
+
+        graphed = self.wrap(forward, max_entries=1, clone_outputs=clone_outputs)
+        entries: list[weakref.ref[Any]] = []
+        gc.disable()
+        try:
+            with torch.no_grad():
+                for count in (2, 3, 4):
+                    for _ in range(3):
+                        assert_same(graphed(x=self.x(count)), forward(x=self.x(count)))
+                    entries.append(weakref.ref(graphed._cache.newest))
+            assert [entry() is None for entry in entries] == [True, True, False]
+            del graphed
+            assert entries[-1]() is None
+        finally:
+            gc.enable()
 
     def test_dropped_wrapper_frees_its_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         graphs: list[weakref.ref[Any]] = []

@@ -7,7 +7,7 @@
 | many shapes, few slots | bounded, the leaf named | test_lru_*, test_max_bytes_*, test_thrash_* |
 | pins | kept, unpinned, reset | test_pins_*, test_pin_on_a_hit |
 | prepare | a graph without a call | test_prepare_* |
-| forward kwargs named like options | options() | test_options_free_the_names |
+| forward kwargs named like options | options(); else refused where the forward names them | test_options_* |
 | a shared pool | wrappers stay right | test_shared_pool_* |
 | a group of more than one rank | eager with a reason | test_group_* |
 """
@@ -31,6 +31,10 @@ from graphreplay.testing.contract_twin import ContractBase, assert_same
 
 def _triple(*, pin: Tensor, variant: Tensor, keep_alive: Tensor) -> Tensor:
     return pin + variant * 2 + keep_alive * 3
+
+
+def _with_defaults(*, x: Tensor, pin: int = 1, variant: int = 1, keep_alive: int = 1) -> Tensor:
+    return x * pin * variant * keep_alive
 
 
 @contextmanager
@@ -267,6 +271,25 @@ class SurfaceContract(ContractBase):
         assert bound.unpin(pin=x, variant=x + 1, keep_alive=x + 2)
         assert bound.evict(pin=x, variant=x + 1, keep_alive=x + 2)
         assert bound.prepare(pin=x, variant=x + 1, keep_alive=x + 2)
+
+    @pytest.mark.parametrize("method", ["__call__", "prepare", "unpin", "evict"])
+    @pytest.mark.parametrize("name", ["variant", "keep_alive", "pin"])
+    def test_options_that_may_be_the_forwards_own_are_refused(self, name: str, method: str) -> None:
+        """Though the forward has a default for it, and would run without."""
+        graphed = self.wrap(_with_defaults)
+        with pytest.raises(graphreplay.ConfigurationError, match=rf"graphed\.options\(\)\({name}=…\)"):
+            getattr(graphed, method)(x=self.x(), **{name: 2})
+        assert_same(graphed.options()(x=self.x(), **{name: 2}), self.x() * 2)
+        assert_same(graphed(x=self.x()), self.x())
+
+    @pytest.mark.parametrize("options", [{"pin": 1}, {"pin": [1]}, {"keep_alive": [1]}])
+    def test_options_of_another_type_are_refused(self, options: dict[str, Any]) -> None:
+        graphed = self.wrap(lambda *, x, **_: x + 1)
+        (name,) = options
+        where = rf"^{name} must be .*graphed\.options\(\)\({name}=…\)$"
+        with pytest.raises(graphreplay.ConfigurationError, match=where):
+            graphed(x=self.x(), **options)
+        assert_same(graphed.options()(x=self.x(), **options), self.x() + 1)
 
     def test_shared_pool_keeps_wrappers_right(self) -> None:
         pool = graphreplay.GraphPool()

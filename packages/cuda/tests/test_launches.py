@@ -1,0 +1,69 @@
+"""The order of launches, without a GPU: streams are numbers here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from graphreplay_cuda import driver, launches, streams
+from graphreplay_cuda.errors import GraphStateError
+from graphreplay_cuda.launches import Launches
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose current stream is ``raw``, with the streams that are being captured."""
+    state = SimpleNamespace(raw=1, captured=set(), waits=[])
+
+    class Stream:
+        def __init__(self, raw):
+            self.raw = raw
+
+        def wait_stream(self, other):
+            state.waits.append((self.raw, other.raw))
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.raw, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(state.raw))
+    monkeypatch.setattr(streams, "named", lambda raw, device: Stream(raw))
+    monkeypatch.setattr(driver, "is_capturing", lambda raw: raw in state.captured)
+    assert launches.driver is driver
+    return state
+
+
+def test_a_stream_waits_for_the_one_that_launched_before_it(machine):
+    order = Launches(torch.device("cuda", 0))
+    for raw in (1, 1, 2, 2, 0, 1):
+        machine.raw = raw
+        order.take_turn()
+    assert machine.waits == [(2, 1), (0, 2), (1, 0)]
+    assert order.last == 1
+
+
+def test_nothing_waits_for_a_stream_that_is_being_captured(machine):
+    order = Launches(torch.device("cuda", 0))
+    order.take_turn()
+    machine.captured.add(1)
+    assert order.is_blocked()
+    machine.raw = 2
+    with pytest.raises(GraphStateError, match="stream of the launch before is being captured"):
+        order.take_turn()
+    assert (order.last, machine.waits) == (1, [])
+    machine.captured.clear()
+    order.take_turn()
+    assert (order.last, machine.waits, order.is_blocked()) == (2, [(2, 1)], False)
+
+
+@pytest.mark.parametrize(("raw", "refused"), [(0, False), (1, True)])
+def test_launches_inside_a_capture_are_refused(machine, raw, refused):
+    machine.raw = raw
+    machine.captured.update({0, 1})
+    order = Launches(torch.device("cuda", 0))
+    if not refused:  # the legacy default stream is never captured
+        order.refuse_capture("replay")
+        return
+    with pytest.raises(GraphStateError, match=r"^replay inside a capture"):
+        order.refuse_capture("replay")
+    order.last = 2
+    with pytest.raises(GraphStateError, match=r"^a launch inside a capture"):
+        order.take_turn()
+    assert order.last == 2
