@@ -129,10 +129,10 @@ def test_first_call(setting, monkeypatch):
 
 def test_timing_steps_leaves_the_library_as_it_was():
     import graphreplay.capture
-    import graphreplay.forward
+    import graphreplay.road
 
     def found():
-        return graphreplay.forward.build_entry, graphreplay.capture.clone_static, graphreplay.capture.Entry
+        return graphreplay.road.build_entry, graphreplay.capture.clone_static, graphreplay.capture.Entry
 
     before = found()
     with get_graphed_forward_cls("cpu")(Module(1).eval(), device="cpu") as graphed:

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 
 import graphreplay.capture
-import graphreplay.forward
 import graphreplay.observe
+import graphreplay.road
 from graphreplay import GraphedForward, get_graphed_forward_cls
 from graphreplay_harness.bench_call import SHAPE, Module
 from graphreplay_harness.bench_clock import interleave, settle, whole_us
@@ -177,7 +177,7 @@ def steps_timed(graphed: GraphedForward) -> Iterator[dict[str, float]]:
 
     with ExitStack() as patches:
         for owner, name, wrap, step in (
-            (graphreplay.forward, "build_entry", call, _BUILD),
+            (graphreplay.road, "build_entry", call, _BUILD),
             (graphreplay.capture, "clone_static", call, CLONE),
             (graphreplay.capture, "Entry", call, ENTRY),
             (graphed, "_warmup_stream", block, WARM_UP),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 
-import graphreplay.forward
+import graphreplay.road
 from graphreplay import ReferenceGraphedForward
 from graphreplay.ambient import Ambient
 from graphreplay.looks import looks_of
@@ -280,7 +280,7 @@ class Held:
 @pytest.mark.parametrize(("other", "tries"), [(Held(x()), 1), (torch.zeros(0, 3), 1)])
 def test_for_calls_that_no_plan_can_tell_one_is_tried_once_at_most(monkeypatch, other, tries):
     tried = Mock(side_effect=Plan)
-    monkeypatch.setattr(graphreplay.forward, "Plan", tried)
+    monkeypatch.setattr(graphreplay.road, "Plan", tried)
     graphed = ReferenceGraphedForward(lambda *, x, other: x * 2, device="cpu")
     for turn in range(4):
         assert torch.equal(graphed(x=x() + turn, other=other), (x() + turn) * 2)
