@@ -152,6 +152,9 @@ class AttributeSnapshot:
                 for key in was.keys() | container.keys():
                     if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
                         return f"{path}.{key}".strip(".")
+            elif isinstance(container, set):
+                if container != was:
+                    return path
             elif len(container) != len(was) or not all(map(_same, container, was)):
                 return path
         return None
@@ -189,6 +192,8 @@ def _path(place: _Place) -> str:
 
 def _untouched(container: Any, was: Any) -> bool:
     """Whether it holds the same objects in the same order."""
+    if isinstance(container, set):  # which has no order: a copy may come in another one
+        return set(map(id, container)) == set(map(id, was))
     same = len(container) == len(was) and all(map(is_, container, was))
     return same and (not isinstance(container, dict) or all(map(is_, container.values(), was.values())))
 

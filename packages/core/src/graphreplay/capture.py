@@ -197,6 +197,7 @@ def _observer(
         store.device,
         storage_ids(tensors(kwargs)),
         snapshot,
+        kept=watch.storage_ids,
         generators=watch.generators(attributes),
         ranks=store.peers.ranks,
         why_no_collectives=store.why_no_collectives,
@@ -254,17 +255,23 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
         with body_error_wins(store._capture_context):
             attributes = AttributeSnapshot(watch.modules)  # which the context may have changed
             observer = _observer(store, static, watch, attributes, before)
-            with attributes_kept(attributes), watch.kept(given):
-                with store._warmup_stream():
-                    first = "warm-up 1 under the host-sync probe"
-                    with _Phase(first), store._sync_probe(), ranks.forward(first), observer.watching():
-                        forward()
-                    for iteration in range(1, warm_ups(store, request)):
-                        again = f"warm-up {iteration + 1}"
-                        with _Phase(again), ranks.forward(again), observer.not_watching():
+            # Around each run: what changes and comes back, as two buffers in turn do, would look kept behind several.
+            with store._warmup_stream():
+                first = "warm-up 1 under the host-sync probe"
+                with attributes_kept(attributes), watch.kept(given), _Phase(first):
+                    with store._sync_probe(), ranks.forward(first), observer.watching():
+                        outputs = forward()
+                    observer.note_outputs(tensors(outputs, "output"))
+                    del outputs
+                for iteration in range(1, warm_ups(store, request)):
+                    again = f"warm-up {iteration + 1}"
+                    with attributes_kept(attributes), watch.kept(given), _Phase(again):
+                        with ranks.forward(again), observer.not_watching():
                             forward()
-                ranks.warmed_up()
-                with _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
+                        observer.put_back()
+            ranks.warmed_up()
+            with attributes_kept(attributes), watch.kept(given), _Phase("capture"):
+                with ranks.forward("capture") if store.captures_run else nullcontext():
                     watching = observer.watching_capture()
 
                     def captured() -> Any:
@@ -272,6 +279,7 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
                             return forward()
 
                     graph, outputs = store._capture_graph(captured)
+                observer.put_back()
     except Exception as error:
         if not ranks.alone:
             attributes = AttributeSnapshot(watch.modules)
@@ -325,7 +333,7 @@ def _check_sources(outside: dict[int, Tensor], watch: ModuleWatch) -> None:
     """Refuses a forward that reads what a graph can neither watch nor make again."""
     for storage in outside.keys() - watch.storage_ids:
         tensor = outside[storage]
-        what = f"it reads a tensor of shape {tuple(tensor.shape)} "
+        what = f"it reads or returns a tensor of shape {tuple(tensor.shape)} "
         if isinstance(tensor, Parameter):
             what += "that is a weight of a module which cannot be found from it; wrap the module itself"
             raise UnsupportedLeafError("forward", what)

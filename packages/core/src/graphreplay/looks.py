@@ -1,8 +1,9 @@
-"""Whether tensors look like others, asked in one call."""
+"""What tensors and dicts are like, asked in calls of C."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,3 +26,21 @@ def looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Callable[..., bool] = guards.check
     return check
+
+
+_PLACE: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    attrgetter("shape"),
+    attrgetter("dtype"),
+    attrgetter("requires_grad"),
+    Tensor.is_conj,
+    Tensor.is_neg,
+)
+"""Where a tensor lies and how it is seen, each read by one C call."""
+
+
+def places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """Where tensors lie and how they are seen: a list for each property, which is equal to another one exactly if no
+    tensor was moved or made to look otherwise in between."""
+    return [list(map(read, tensors)) for read in _PLACE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
 from typing import Any
@@ -17,6 +17,7 @@ from graphreplay.errors import CaptureError
 from graphreplay.generators import DefaultGenerators, OwnGenerators, generators_among, may_draw
 from graphreplay.hostsync import SyncProbe, probe_taken_over
 from graphreplay.opmode import OpMode, namespace_of, tensor_args, uncompiled, written_args
+from graphreplay.places import Places
 from graphreplay.plainops import plain_op
 from graphreplay.snapshot import Snapshot
 
@@ -36,15 +37,17 @@ class Recorder(OpMode):
     Args:
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
+        kept: ids of outside storages whose tensors are put back elsewhere, should the forward move them.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
         written: ids of outside storages (static inputs included) that the forward wrote.
     """
 
-    def __init__(self, static: Iterable[int], snapshot: Snapshot) -> None:
+    def __init__(self, static: Iterable[int], snapshot: Snapshot, kept: Set[int] = frozenset()) -> None:
         super().__init__()
         self.outside: dict[int, Tensor] = {}
+        self._places = Places(kept)
         self.written: set[int] = set()
         self._static = frozenset(static)
         self._snapshot = snapshot
@@ -82,6 +85,7 @@ class Recorder(OpMode):
     def _note_outside(self, storage: int, tensor: Tensor) -> None:
         self._known.add(storage)
         self.outside[storage] = tensor
+        self._places.note(storage, tensor)
 
     def _note_inside(self, storage: torch.UntypedStorage) -> None:
         self._inside.add(storage)
@@ -93,7 +97,7 @@ class Observer(Recorder):
 
     Args:
         device: where the forward computes.
-        static, snapshot: see Recorder.
+        static, snapshot, kept: see Recorder.
         generators: those that the forward is known to hold, where the run before left them.
         ranks: those that run the forward's collectives together with this one; None: it may have none.
         why_no_collectives: why it may have none at all.
@@ -109,11 +113,12 @@ class Observer(Recorder):
         static: Iterable[int],
         snapshot: Snapshot,
         *,
+        kept: Set[int] = frozenset(),
         generators: Iterable[torch.Generator] = (),
         ranks: list[int] | None = None,
         why_no_collectives: str | None = None,
     ) -> None:
-        super().__init__(static, snapshot)
+        super().__init__(static, snapshot, kept)
         self._ranks = ranks
         self._why_no_collectives = why_no_collectives
         self._leaves_more = False
@@ -127,9 +132,12 @@ class Observer(Recorder):
     def watching(self) -> Iterator[None]:
         """Surrounds the forward, right inside the host-sync probe, if that is to look as well."""
         self._default_generators.begin()
-        with uncompiled(), probe_taken_over() as self._probe, self:
-            self._probes_device = self._probe is not None and self._probe.device_type != "cpu"
-            yield
+        try:
+            with uncompiled(), probe_taken_over() as self._probe, self:
+                self._probes_device = self._probe is not None and self._probe.device_type != "cpu"
+                yield
+        finally:
+            self.put_back()
         self._own_generators.end()
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
         if self._default_generators.end():
@@ -225,6 +233,20 @@ class Observer(Recorder):
                     f"the forward runs collectives on the ranks {ranks}, and the group of its wrapper has "
                     f"{self._ranks}; pass a group of all ranks that it runs on"
                 )
+
+    def put_back(self) -> None:
+        """Puts outside tensors back to where they were, after a run of the forward.
+
+        Raises:
+            StatefulForwardError: the forward had moved one.
+        """
+        self._places.put_back(self.outside)
+
+    def note_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """Counts what the forward has returned, though no operator made or read it, as tensors from outside."""
+        for tensor in outputs:
+            if tensor.layout is _STRIDED and (storage := tensor.untyped_storage()._cdata) not in self._known:
+                self._note_outside(storage, tensor)
 
     def written_static(self, static: Iterable[Tensor]) -> list[Tensor]:
         """Those of the static inputs that the forward wrote."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from graphreplay.errors import StateLostError
+from graphreplay.errors import CaptureError, StateLostError
 from graphreplay.generators import generator_id
 from graphreplay.storage import byte_view
+from graphreplay.tree import TENSOR_TYPES
 
 
 class Snapshot:
@@ -34,7 +35,13 @@ class Snapshot:
         return [generator for generator, _ in self._generators.values()]
 
     def add(self, tensor: Tensor) -> None:
-        """Saves the tensor's whole storage, unless it is saved already."""
+        """Saves the tensor's whole storage, unless it is saved already.
+
+        Raises:
+            CaptureError: it is of a subclass, whose storage may be none.
+        """
+        if type(tensor) not in TENSOR_TYPES:
+            raise CaptureError(f"the forward writes a {type(tensor).__name__}, a tensor subclass; use plain tensors")
         storage = tensor.untyped_storage()._cdata
         if storage not in self._saved:
             with torch.inference_mode(False), torch.no_grad():
@@ -80,4 +87,5 @@ class Snapshot:
             generator.set_state(state)
         with torch.inference_mode(False), torch.no_grad():
             for live, saved in self._saved.values():
-                live.copy_(saved)
+                if live.untyped_storage().nbytes() >= saved.nbytes:  # else the forward has freed it, by resizing
+                    live.copy_(saved)

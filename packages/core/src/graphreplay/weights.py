@@ -7,7 +7,7 @@ capture. In-place updates of weights show in replays by themselves; everything e
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
 from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
-from graphreplay.looks import dict_version, looks_of
+from graphreplay.looks import dict_version, looks_of, places_of
 from graphreplay.tree import TENSOR_TYPES
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -90,7 +90,7 @@ class ModuleWatch:
         self._holdings: list[Holding] = []
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
-        self._places: list[list[Any]] = [[] for _ in _PLACE]
+        self._places: list[list[Any]] = places_of([])
         self._storages: list[torch.UntypedStorage] = []
         self._lazy: list[tuple[str, Tensor]] = []
         self.storage_ids: set[int] = set()
@@ -108,6 +108,9 @@ class ModuleWatch:
                 else:
                     plain.append((path, tensor))
         self._add_all(plain)
+        for path, tensor, address in zip(self._names, self._tensors, self._places[0], strict=True):
+            if not address and tensor.numel():
+                self.refusal = f"weight {path} has no memory between calls, so that a graph cannot hold its address"
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Watches one more tensor."""
@@ -122,7 +125,7 @@ class ModuleWatch:
         self._names += [name for name, _ in named]
         self._tensors += tensors
         self._seen = None
-        for places, values in zip(self._places, _places(tensors), strict=True):
+        for places, values in zip(self._places, places_of(tensors), strict=True):
             places += values
 
     def hold(self, holdings: Sequence[Holding]) -> None:
@@ -149,7 +152,7 @@ class ModuleWatch:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
         if self.is_untouched():
             return None
-        places = _places(self._tensors)
+        places = places_of(self._tensors)
         if places != self._places:
             seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
             name = next(name for name, now, was in seen if now != was)
@@ -198,12 +201,12 @@ class ModuleWatch:
         """
         tensors = [*self._tensors, *more]
         names = [*self._names, *["a kwarg"] * len(more)]
-        data, before = list(map(Tensor.detach, tensors)), _places(tensors)
+        data, before = list(map(Tensor.detach, tensors)), places_of(tensors)
         moved = []
         try:
             yield
         finally:
-            now = _places(tensors)
+            now = places_of(tensors)
             if now != before:
                 places = zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)
                 moved = [position for position, (place, was) in enumerate(places) if place != was]
@@ -242,20 +245,6 @@ class ModuleWatch:
 
 _keys, _values, _own_forward = methodcaller("keys"), methodcaller("values"), methodcaller("get", "forward")
 _training = attrgetter("training")
-_PLACE: tuple[Callable[[Tensor], Any], ...] = (
-    Tensor.data_ptr,
-    Tensor.stride,
-    attrgetter("shape"),
-    attrgetter("dtype"),
-    attrgetter("requires_grad"),
-    Tensor.is_conj,
-    Tensor.is_neg,
-)
-"""Where a tensor lies and how it is seen, each read by one C call."""
-
-
-def _places(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    return [list(map(read, tensors)) for read in _PLACE]
 
 
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
