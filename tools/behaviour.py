@@ -21,6 +21,7 @@ SOURCES = {
     "Capture": TESTING / "contract_capture.py",
     "Faults at any step": TESTING / "contract_faults.py",
     "What hides from a capture": TESTING / "contract_hidden.py",
+    "What comes back in turns": TESTING / "contract_turns.py",
     "Replay": TESTING / "contract_replay.py",
     "Random numbers": TESTING / "contract_random.py",
     "Module state": TESTING / "contract_state.py",

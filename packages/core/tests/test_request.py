@@ -1,12 +1,15 @@
 """Keys: equal exactly where every part is; and how often this process was forked."""
 
+import gc
 import os
+import threading
 
 import pytest
 import torch
 
 from graphreplay import ForkedError, ReferenceGraphedForward
 from graphreplay.ambient import Ambient
+from graphreplay.capture import quiet_capture
 from graphreplay.request import Key, variant_key
 from graphreplay.signature import Signature, flatten
 from graphreplay.state import forks
@@ -117,6 +120,38 @@ def in_child(body):
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads
+def test_a_child_forked_in_the_middle_of_a_capture_is_free_of_it():
+    holding, done = threading.Event(), threading.Event()
+    graphed = ReferenceGraphedForward(lambda *, x: x * 2, device="cpu")
+
+    def hold():
+        with graphed.pool.lock, quiet_capture(torch.device("cpu")):
+            holding.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holding.wait()
+    try:
+
+        def child():
+            assert gc.isenabled()
+            assert graphed.stats()["captures"] == 0
+            graphed.disable("in the child")
+            fresh = ReferenceGraphedForward(lambda *, x: x * 2, device="cpu")
+            for _ in range(2):
+                assert torch.equal(fresh(x=torch.ones(2)), torch.full((2,), 2.0))
+            assert fresh.stats()["replays"] == 1
+
+        assert in_child(child) == 0
+        assert not gc.isenabled()
+    finally:
+        done.set()
+        holder.join()
+    assert gc.isenabled()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads

@@ -628,3 +628,19 @@ def test_what_else_containers_of_the_module_hold_drops_no_graph():
         module.step = turn
         graphed(x=torch.full((3,), float(turn)))
     assert (graphed.captures, graphed.stats()["replays"]) == (1, 2)
+
+
+def test_sets_are_compared_without_their_order():
+    module = nn.Linear(2, 2)
+    module.names = {0, 8}
+    before = AttributeSnapshot([("m", module)])
+    module.names.clear()
+    module.names.update([8, 0])
+    assert list(module.names) != list({0, 8}), "this is about sets in another order"
+    assert (before.touched(), before.changed()) == ([], None)
+    module.names.remove(8)
+    assert before.changed() == "m.names"
+    before.restore()
+    assert module.names == {0, 8}
+    module.names.add(8.0)  # equal to what is there, so that nothing is added
+    assert before.changed() is None

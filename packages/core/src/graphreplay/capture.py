@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -65,8 +66,26 @@ class _CollectorHold:
             if self._holders == 0 and self._was_enabled:
                 gc.enable()
 
+    def let_go(self) -> None:
+        """Ends it for all who held it."""
+        self._lock = threading.Lock()
+        if self._holders and self._was_enabled:
+            gc.enable()
+        self._holders = 0
+
 
 collector_hold = _CollectorHold()
+
+
+def _in_child() -> None:
+    """After a fork, when whoever captured is no thread of this process, unless it was the one that forked."""
+    global _turn
+    if not thread.capturing:
+        _turn = threading.RLock()
+        collector_hold.let_go()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def capturing_here() -> bool:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from graphreplay.errors import ConfigurationError
+
+_pools: WeakSet[GraphPool] = WeakSet()
+
+
+def _free_locks() -> None:
+    """In the child of a fork, where no thread is left that could let go of a lock."""
+    for pool in _pools:
+        pool.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 class GraphPool:
@@ -20,6 +33,7 @@ class GraphPool:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        _pools.add(self)
         self.device: torch.device | None = None
         self.ranks: list[int] | None = None
         self.backend: Any = None

@@ -28,6 +28,7 @@ _TOPICS = [
         "replay",
         "state",
         "surface",
+        "turns",
         "twin",
         "verify",
     )
@@ -46,6 +47,7 @@ from graphreplay.testing.contract_refusal import RefusalContract  # noqa: E402
 from graphreplay.testing.contract_replay import ReplayContract  # noqa: E402
 from graphreplay.testing.contract_state import StateContract  # noqa: E402
 from graphreplay.testing.contract_surface import SurfaceContract  # noqa: E402
+from graphreplay.testing.contract_turns import TurnsContract  # noqa: E402
 from graphreplay.testing.contract_verify import VerifyContract  # noqa: E402
 
 
@@ -57,6 +59,7 @@ class BackendContract(
     CaptureContract,
     FaultContract,
     HiddenContract,
+    TurnsContract,
     ReplayContract,
     RandomContract,
     LifeContract,
