@@ -1,3 +1,4 @@
+# Makes .venv; 3.11 or newer: make setup PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -13,8 +14,11 @@ help: ## List the targets
 
 setup: $(STAMP) ## Create .venv and install everything into it, when something changed
 
+# Without the stamp .venv is cleared: what a failed setup left may be of another Python.
 $(STAMP): requirements-dev.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml)
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is no Python 3.11 or newer; name one, as in: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) .venv
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 

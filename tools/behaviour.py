@@ -36,8 +36,10 @@ SOURCES = {
 
 HEAD = """# What happens, hazard by hazard
 
-A call returns what the eager forward would have returned, or it raises; it never returns a wrong tensor silently. Where
-a graph cannot give that, the call runs eagerly, and `stats()` says why.
+A call returns what the eager forward would have returned, or it raises; it never returns a wrong tensor silently,
+within the [limits](../README.md#limits) of what it can see: a plain Python attribute that changes between calls, such
+as a LoRA scale, is named by `variant=`. Where a graph cannot give the result, the call runs eagerly, and `stats()` says
+why.
 
 This page is for graphreplay-core {version}. It is written by `tools/behaviour.py` from the tables that the test modules
 open with; each row names its tests. Every backend runs those of `graphreplay.testing`: the CPU reference, CUDA, and

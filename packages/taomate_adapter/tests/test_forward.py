@@ -17,6 +17,10 @@ import graphreplay_taomate
 from graphreplay import registry
 from graphreplay_taomate import GraphedForward, capture_context, get_graphed_forward_cls
 
+NOT_INSTALLED = (
+    "which is not installed; install it from where graphreplay-core came (in a clone: pip install ./packages"
+)
+
 
 class Scaled(nn.Module):
     def forward(self, *, x):
@@ -220,8 +224,8 @@ def test_hooks_of_a_subclass_count(backends):
 @pytest.mark.parametrize(
     ("installed", "device", "reason"),
     [
-        ({}, "cuda", "device cuda needs graphreplay-cuda: pip install graphreplay-cuda"),
-        ({}, "xpu:1", "device xpu:1 needs graphreplay-xpu: pip install graphreplay-xpu"),
+        ({}, "cuda", f"device cuda needs graphreplay-cuda, {NOT_INSTALLED}/cuda)"),
+        ({}, "xpu:1", f"device xpu:1 needs graphreplay-xpu, {NOT_INSTALLED}/xpu)"),
         ({}, "meta", "no graphreplay backend for device type 'meta'; there are cpu, cuda, xpu"),
         ({"meta": "not_there:Class"}, "meta", "the backend for meta cannot be imported: No module named 'not_there'"),
     ],

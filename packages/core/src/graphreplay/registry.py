@@ -26,7 +26,7 @@ def get_graphed_forward_cls(device: torch.device | str | None = None) -> type[Gr
 
     Raises:
         UnknownDeviceError: no backend exists for this device type.
-        BackendNotInstalledError: one exists in a package that is not installed; the message names the command.
+        BackendNotInstalledError: one exists in a package that is not installed; the message names the package.
         BackendUnavailableError: it is installed, but this machine has no such device; the message says why.
     """
     if device is None:
@@ -42,7 +42,10 @@ def get_graphed_forward_cls(device: torch.device | str | None = None) -> type[Gr
                 f"no graphreplay backend for device type {parsed.type!r}; there are {', '.join(sorted(_PACKAGES))}"
             )
         package = _PACKAGES[parsed.type]
-        raise BackendNotInstalledError(f"device {device!s} needs {package}: pip install {package}")
+        raise BackendNotInstalledError(
+            f"device {device!s} needs {package}, which is not installed; install it from where graphreplay-core came "
+            f"(in a clone: pip install ./packages/{package.removeprefix('graphreplay-')})"
+        )
     try:
         cls: type[GraphedForward] = installed[parsed.type].load()
     except ImportError as error:
