@@ -68,7 +68,7 @@ def test_hooks_run_in_order():
     graphed.events.clear()
     graphed(x=zoo.rows(2))
     assert graphed._plans  # so this call took the short cut
-    assert graphed.events == ["<replay", "turn", "replay>"]
+    assert graphed.events == ["<replay", "replay>"]
 
 
 def test_ranges_only_on_request():

@@ -70,6 +70,11 @@ class BackendHooks:
         """Orders the coming work on the current stream after the last work on the pool, whichever stream ran it. Called
         with the pool's lock held."""
 
+    def _has_turn(self) -> bool:
+        """Whether nobody captures the current stream, and ``_take_turn`` has nothing to do. Called with the pool's lock
+        held, by calls that are worth a hook of their own. False is always right."""
+        return False
+
     def _release_memory(self) -> None:
         """Gives memory back that graphs of the pool held and none holds any more. Called after many were dropped."""
 

@@ -135,6 +135,9 @@ class ReferenceGraphedForward(GraphedForward):
             return f"the reference backend runs on the CPU, not on {self.device}: take the class for that device"
         return None
 
+    def _has_turn(self) -> bool:
+        return True
+
     def _warmup_stream(self) -> AbstractContextManager[None]:
         return nullcontext()  # the CPU has one stream
 

@@ -55,13 +55,14 @@ class Road(GraphStore):
             and self._forks == forks.count
             and not is_dynamo_compiling()
             and not thread.capturing
-            and not self._is_capturing()
         ):
             state = tuple(map(run, self._ambient.readers))
             for plan in self._plans:
                 leaves = plan.match(state, kwargs, options.variant)
                 if leaves is not None:
                     if not peers.alone:
+                        if self._is_capturing():  # such calls are not counted
+                            break
                         peers.check()
                         call = peers.next_call()
                     hit = self._hit if not self._nvtx else self._marked_hit
@@ -132,16 +133,18 @@ class Road(GraphStore):
                 return None
             if not plain:
                 return Request(kwargs, options, leaves, addresses, plan.key, plan.state)
+            try:
+                outputs = entry.allocate() if self._has_turn() else None
+            except Exception:
+                return None  # the road knows what to do if this goes on
+            if outputs is None:  # another stream than the call's before, or a capture of someone else's
+                apart = not entry.reads_only or share_nothing(leaves, watch)
+                return Request(kwargs, options, leaves, addresses, plan.key, plan.state) if apart else None
             harmless = entry.repeatable and not self.pool.lends  # as _can_do_over says
             if not harmless and self._check_module and not watch.is_untouched():
                 changed = self._drop_if_changed()
                 if changed is not None:
                     return changed
-            try:
-                self._take_turn()
-                outputs = entry.allocate()
-            except Exception:
-                return None  # the road knows what to do if this goes on
             try:
                 entry.launch(leaves, addresses, outputs)
                 if harmless and self._check_module and not watch.is_untouched():

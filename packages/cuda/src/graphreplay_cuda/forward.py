@@ -59,9 +59,13 @@ class CUDAGraphedForward(GraphedForward):
         return torch._C._cuda_getCurrentRawStream(launches.index) != launches.last and launches.is_blocked()
 
     def _take_turn(self) -> None:
-        launches = (self.pool.backend or self._pool_state).launches
-        if torch._C._cuda_getCurrentRawStream(launches.index) != launches.last:
-            launches.take_turn()
+        self._pool_state.launches.take_turn()
+
+    def _has_turn(self) -> bool:
+        state: PoolState | None = self.pool.backend
+        if state is None or torch._C._cuda_isCurrentStreamCapturing():
+            return False
+        return torch._C._cuda_getCurrentRawStream(state.launches.index) == state.launches.last
 
     def _release_memory(self) -> None:
         if self.pool.backend is not None:

@@ -156,7 +156,7 @@ class TurnsContract(ContractBase):
         with torch.no_grad():
             for seed in range(3):
                 constant.fill_(float(seed))
-                assert_same(graphed(x=self.x(seed=seed)), (self.x(seed=seed) * 2, torch.full((3, 8), float(seed))))
+                assert_same(graphed(x=self.x(seed=seed)), (self.x(seed=seed) * 2, constant))
         assert graphed.stats()["replays"] == 2
 
     def test_weights_without_memory(self) -> None:
