@@ -71,6 +71,8 @@ class Plan:
                 places[id(value)] = position
             else:
                 raise ValueError(f"a {cls.__name__}")
+        self._is_flat = len(values) == len(leaves) + 1 and all(map(is_, values, (*leaves, None)))
+        """Whether the kwargs are the leaves, in their order, and nothing else, without a variant."""
         self._pick_leaves = _picker([places[id(leaf)] for leaf in leaves])
         self._pick_constants = _picker(constants)
         self._constants = self._pick_constants(values)
@@ -93,6 +95,9 @@ class Plan:
             or (self._autocast is not None and self._ambient.autocast() != self._autocast)
         ):
             return None
+        if self._is_flat:
+            flat = list(kwargs.values())
+            return flat if variant is None and self._look_alike(*flat) else None
         values: list[Any] = [*kwargs.values(), variant]
         for position, cls, held in self._containers:
             node = values[position]

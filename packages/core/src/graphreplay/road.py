@@ -65,8 +65,10 @@ class Road(GraphStore):
                             break
                         peers.check()
                         call = peers.next_call()
-                    hit = self._hit if not self._nvtx else self._marked_hit
-                    answer = hit(plan, leaves, kwargs, options)
+                    if self._nvtx:
+                        answer = self._marked_hit(plan, leaves, kwargs, options)
+                    else:
+                        answer = self._hit(plan, leaves, kwargs, options)
                     if type(answer) is tuple:
                         return answer[0]
                     break
