@@ -227,3 +227,20 @@ def test_a_graph_that_cannot_be_freed_costs_no_result(monkeypatch, caplog):
     assert (graphed.captures, graphed.num_graphs) == (3, 0)
     told = [message for message in caplog.messages if "thrashes" not in message]
     assert told == ["a graph could not be freed: RuntimeError: planned"] * 3
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_composite_operators_under_autocast_are_as_eager(autocast, mode):
+    """Under inference mode they come in parts, which autocast does not reach there; so those are not recorded."""
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    graphed = ReferenceGraphedForward(lambda *, x: torch.einsum("ij,kj->ik", x, weight), device="cpu")
+    with mode(), torch.autocast("cpu", enabled=autocast):
+        for seed in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+            got, wanted = graphed(x=x), torch.einsum("ij,kj->ik", x, weight)
+            assert got.dtype == wanted.dtype
+            assert torch.equal(got, wanted)
+    refused = autocast and mode is torch.inference_mode
+    assert graphed.stats()["replays"] == (0 if refused else 2)
+    assert ("use torch.no_grad()" in (graphed.disabled_reason or "")) is refused

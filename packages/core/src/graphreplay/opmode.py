@@ -55,7 +55,7 @@ class OpMode(TorchDispatchMode, ABC):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._composites = 0  # how many composite operators the current one is part of
+        self._composites: list[OpOverload] = []  # those that the current operator is part of, the outermost first
 
     @abstractmethod
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,13 +66,13 @@ class OpMode(TorchDispatchMode, ABC):
         if not isinstance(func, OpOverload):
             raise CaptureError(f"higher-order operator {func} at {where_now()} runs a body that cannot be observed")
         if torch.is_inference_mode_enabled() and is_composite(func):
-            self._composites += 1
+            self._composites.append(func)
             _push_on_torch_dispatch_stack(self)  # all that ``with self`` does within itself, in a third of the time
             try:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
             finally:
                 _pop_torch_dispatch_stack(None)
-                self._composites -= 1
+                self._composites.pop()
         result = self.on_op(func, args, kwargs)
         return self._as_part(result, args) if self._composites else result
 

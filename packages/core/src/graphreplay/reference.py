@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_map
 
 from graphreplay.collectives import COLLECTIVES, process_groups
 from graphreplay.entry import Launch, launch_between
-from graphreplay.errors import BackendUnavailableError
+from graphreplay.errors import BackendUnavailableError, CaptureError
 from graphreplay.forward import GraphedForward
 from graphreplay.hostsync import SyncRefusal
-from graphreplay.opmode import tensor_args, uncompiled
+from graphreplay.opmode import per_op, tensor_args, uncompiled
 
 
 @dataclass(slots=True)
@@ -81,15 +81,26 @@ class RecordedGraph:
         self.groups.clear()
 
 
+@per_op
+def _is_autocast(op: OpOverload) -> bool:
+    """Whether autocast casts the arguments of an operator."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU")
+
+
 class _Recorder(SyncRefusal):
     """Runs each operator and appends it to a graph; refuses what a device capture would refuse."""
 
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__("cpu")
+        self._autocast = torch.is_autocast_enabled("cpu")  # which a mode cannot see
         self._graph = graph
         self._made: set[int] = set()  # storages that recorded operators made; the graph keeps them alive
 
     def on_op(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Under a mode autocast does not reach the parts of a composite operator that it leaves alone as a whole.
+        if self._autocast and self._composites and not any(map(_is_autocast, self._composites)) and _is_autocast(op):
+            what = f"{self._composites[0]} cannot be recorded under autocast and inference mode; use torch.no_grad()"
+            raise CaptureError(what)
         # In-place view operators (t_, squeeze_) change the very tensor object, so arguments are recorded as aliases:
         # one for each object, since some kernels ask whether two arguments are the same.
         aliases = {id(tensor): tensor.detach() for tensor in tensor_args(args, kwargs)}
