@@ -1,5 +1,7 @@
 """The order of launches, without a GPU: streams are numbers here."""
 
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from graphreplay_cuda.launches import Launches
 @pytest.fixture
 def machine(monkeypatch):
     """A machine whose current stream is ``raw``, with the streams that are being captured."""
-    state = SimpleNamespace(raw=1, captured=set(), waits=[])
+    state = SimpleNamespace(raw=1, device=0, captured=set(), waits=[])
 
     class Stream:
         def __init__(self, raw):
@@ -26,6 +28,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(state.raw))
     monkeypatch.setattr(streams, "named", lambda raw, device: Stream(raw))
     monkeypatch.setattr(driver, "is_capturing", lambda raw: raw in state.captured)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: state.raw in state.captured, raising=False)
     assert launches.driver is driver
     return state
 
@@ -67,3 +71,39 @@ def test_launches_inside_a_capture_are_refused(machine, raw, refused):
     with pytest.raises(GraphStateError, match=r"^a launch inside a capture"):
         order.take_turn()
     assert order.last == 2
+
+
+def test_whose_turn_it_is(machine):
+    order = Launches(torch.device("cuda", 0))
+    assert not order.has_turn(), "nobody has launched"
+    order.take_turn()
+    assert order.has_turn()
+    for name, value in (("raw", 2), ("device", 1), ("captured", {1})):
+        before = getattr(machine, name)
+        setattr(machine, name, value)
+        assert not order.has_turn(), name
+        setattr(machine, name, before)
+    assert order.has_turn()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads
+def test_a_child_of_a_fork_finds_the_lock_free():
+    order, holding, done = Launches(torch.device("cuda", 0)), threading.Event(), threading.Event()
+
+    def hold():
+        with order.lock:
+            holding.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holding.wait()
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if order.lock.acquire(timeout=5) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not order.lock.acquire(blocking=False)
+    finally:
+        done.set()
+        holder.join()

@@ -80,5 +80,9 @@ class EmulatedForward(XPUGraphedForward):
         with _In(hooks=True):
             super()._take_turn()
 
+    def _has_turn(self):
+        with _In(hooks=True):
+            return super()._has_turn()
+
 
 _XPU = torch.device("xpu")

@@ -192,7 +192,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     compiler_was_loaded = compiler_is_loaded()
     try:
         quiet = quiet_capture(store.device, alone=ranks.alone, ahead=True)
-        with quiet, watch.kept(()), observer.watching(), host_random.watched():
+        with quiet, watch.kept(()), observer.places_kept(), observer.watching(), host_random.watched():
             store.module(**kwargs)
     except Failure:
         raise
@@ -274,40 +274,43 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
         with body_error_wins(store._capture_context):
             attributes = AttributeSnapshot(watch.modules)  # which the context may have changed
             observer = _observer(store, static, watch, attributes, before)
-            # Around each run: what changes and comes back, as two buffers in turn do, would look kept behind several.
+
+            @contextmanager
+            def kept() -> Iterator[None]:
+                # Around each run: what changes and comes back, as two buffers in turn do, looks kept behind several.
+                with attributes_kept(attributes), watch.kept(given), observer.places_kept():
+                    yield
+
             with store._warmup_stream():
                 first = "warm-up 1 under the host-sync probe"
-                with attributes_kept(attributes), watch.kept(given), _Phase(first):
+                with kept(), _Phase(first):
                     with store._sync_probe(), ranks.forward(first), observer.watching():
                         outputs = forward()
                     observer.note_outputs(tensors(outputs, "output"))
                     del outputs
                 for iteration in range(1, warm_ups(store, request)):
                     again = f"warm-up {iteration + 1}"
-                    with attributes_kept(attributes), watch.kept(given), _Phase(again):
-                        with ranks.forward(again), observer.not_watching():
-                            forward()
-                        observer.put_back()
+                    with kept(), _Phase(again), ranks.forward(again), observer.not_watching():
+                        forward()
             ranks.warmed_up()
-            with attributes_kept(attributes), watch.kept(given), _Phase("capture"):
-                with ranks.forward("capture") if store.captures_run else nullcontext():
-                    watching = observer.watching_capture()
+            with kept(), _Phase("capture"), ranks.forward("capture") if store.captures_run else nullcontext():
+                watching = observer.watching_capture()
 
-                    def captured() -> Any:
-                        with watching:
-                            return forward()
+                def captured() -> Any:
+                    with watching:
+                        return forward()
 
-                    graph, outputs = store._capture_graph(captured)
-                observer.put_back()
+                graph, outputs = store._capture_graph(captured)
     except Exception as error:
         if not ranks.alone:
-            attributes = AttributeSnapshot(watch.modules)
+            attributes, recorder = AttributeSnapshot(watch.modules), Recorder(storage_ids(given), before)
             with (
                 suppress(StatefulForwardError),
                 attributes_kept(attributes),
                 watch.kept(given),
+                recorder.places_kept(),
                 store._warmup_stream(),
-                Recorder(storage_ids(given), before),
+                recorder,
             ):
                 ranks.settle(error, lambda: store.module(**replace_tensors(static, iter(given))))
         raise

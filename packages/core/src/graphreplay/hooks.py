@@ -71,8 +71,9 @@ class BackendHooks:
         with the pool's lock held."""
 
     def _has_turn(self) -> bool:
-        """Whether nobody captures the current stream, and ``_take_turn`` has nothing to do. Called with the pool's lock
-        held, by calls that are worth a hook of their own. False is always right."""
+        """Whether neither ``_is_capturing`` nor ``_take_turn`` has anything to say or do. Called with the pool's lock
+        held, by each call that replays like the one before: True lets it pass by both of them. False is always right,
+        and sends such calls down the whole road."""
         return False
 
     def _release_memory(self) -> None:

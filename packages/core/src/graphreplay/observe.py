@@ -87,6 +87,14 @@ class Recorder(OpMode):
         self.outside[storage] = tensor
         self._places.note(storage, tensor)
 
+    def places_kept(self) -> AbstractContextManager[None]:
+        """Puts outside tensors back to where they were after its body, a run of the forward.
+
+        Raises:
+            StatefulForwardError: the body ran and moved one.
+        """
+        return self._places.kept(self.outside)
+
     def _note_inside(self, storage: torch.UntypedStorage) -> None:
         self._inside.add(storage)
         self._known.add(storage._cdata)
@@ -132,12 +140,9 @@ class Observer(Recorder):
     def watching(self) -> Iterator[None]:
         """Surrounds the forward, right inside the host-sync probe, if that is to look as well."""
         self._default_generators.begin()
-        try:
-            with uncompiled(), probe_taken_over() as self._probe, self:
-                self._probes_device = self._probe is not None and self._probe.device_type != "cpu"
-                yield
-        finally:
-            self.put_back()
+        with uncompiled(), probe_taken_over() as self._probe, self:
+            self._probes_device = self._probe is not None and self._probe.device_type != "cpu"
+            yield
         self._own_generators.end()
         # Random by the states and not by the operators: attention counts as random even where it drops nothing out.
         if self._default_generators.end():
@@ -233,14 +238,6 @@ class Observer(Recorder):
                     f"the forward runs collectives on the ranks {ranks}, and the group of its wrapper has "
                     f"{self._ranks}; pass a group of all ranks that it runs on"
                 )
-
-    def put_back(self) -> None:
-        """Puts outside tensors back to where they were, after a run of the forward.
-
-        Raises:
-            StatefulForwardError: the forward had moved one.
-        """
-        self._places.put_back(self.outside)
 
     def note_outputs(self, outputs: Iterable[Tensor]) -> None:
         """Counts what the forward has returned, though no operator made or read it, as tensors from outside."""

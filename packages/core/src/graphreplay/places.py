@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -28,20 +29,24 @@ class Places:
         if storage not in self._kept and type(tensor) in TENSOR_TYPES:
             self._met[storage] = tensor.detach(), places_of([tensor])
 
-    def put_back(self, outside: Mapping[int, Tensor]) -> None:
-        """Puts each of these tensors back, which are those that were noted, by storage.
+    @contextmanager
+    def kept(self, outside: Mapping[int, Tensor]) -> Iterator[None]:
+        """Puts these tensors, by storage, back after a run of the forward, and refuses one that moved some.
 
         Raises:
-            StatefulForwardError: one had moved.
+            StatefulForwardError: the body ran and moved a tensor.
         """
-        moved = None
-        for storage, (was, place) in self._met.items():
-            tensor = outside.get(storage)
-            if tensor is not None and places_of([tensor]) != place:
-                tensor.data = was
-                moved = tensor
-        if moved is not None:
+        moved: list[Tensor] = []
+        try:
+            yield
+        finally:
+            for storage, (was, place) in self._met.items():
+                tensor = outside.get(storage)
+                if tensor is not None and places_of([tensor]) != place:
+                    tensor.data = was
+                    moved.append(tensor)
+        if moved:
             raise StatefulForwardError(
-                f"the forward moves a tensor of shape {tuple(moved.shape)} from outside its module to other memory, or "
-                "changes how it is seen, which a replay would not do; update it in place"
+                f"the forward moves a tensor of shape {tuple(moved[0].shape)} from outside its module to other memory, "
+                "or changes how it is seen, which a replay would not do; update it in place"
             )

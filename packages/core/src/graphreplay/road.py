@@ -65,10 +65,7 @@ class Road(GraphStore):
                             break
                         peers.check()
                         call = peers.next_call()
-                    if self._nvtx:
-                        answer = self._marked_hit(plan, leaves, kwargs, options)
-                    else:
-                        answer = self._hit(plan, leaves, kwargs, options)
+                    answer = self._hit(plan, leaves, kwargs, options)
                     if type(answer) is tuple:
                         return answer[0]
                     break
@@ -81,11 +78,14 @@ class Road(GraphStore):
             peers.check()
         if self.disabled_reason is not None:
             return self._eager(kwargs, self.disabled_reason)
-        request = answer if isinstance(answer, Request) else self._request(kwargs, options)
-        if not peers.alone:
-            call = call or peers.next_call()
+        call = call or peers.next_call()
+        try:
+            request = answer if isinstance(answer, Request) else self._request(kwargs, options)
+        except BaseException as error:
+            peers.excuse(call, f"its call raised {type(error).__name__}: {error}")
+            raise
         if isinstance(request, str):
-            self.peers.excuse(call, request)
+            peers.excuse(call, request)
             return self._eager(kwargs, request)
         changed = answer if isinstance(answer, str) else None
         with self.pool.lock:
@@ -130,7 +130,7 @@ class Road(GraphStore):
             entry = cache.newest if cache.newest_key is plan.key else cache.get(plan.key)
             if entry is None or plan not in self._plans:  # by another thread, while this one waited for its turn
                 return None
-            plain = entry.is_plain and self._verify != "always"
+            plain = entry.is_plain and self._verify != "always" and not self._nvtx
             if not (plain and entry.reads_only) and not share_nothing(leaves, watch):
                 return None
             if not plain:
@@ -155,7 +155,9 @@ class Road(GraphStore):
                         return changed
                 result = entry.rebuild(outputs)
             except Exception as error:
-                self._replay_failed(error, harmless)
+                self.disable(f"replay failed: {describe(error)}")
+                if not harmless:
+                    raise
                 return None
             entry.replays += 1
             self._stats.replays += 1
@@ -164,18 +166,6 @@ class Road(GraphStore):
             if plan is not self._plans[0]:
                 self._promote(plan)
             return (result,)
-
-    def _marked_hit(
-        self, plan: Plan, leaves: Sequence[Tensor], kwargs: dict[str, Any], options: CallOptions
-    ) -> tuple[Any] | Request | str | None:
-        with self._range("replay"):
-            return self._hit(plan, leaves, kwargs, options)
-
-    def _replay_failed(self, error: Exception, harmless: bool) -> None:
-        """Disables the wrapper. Returns only if an eager call can make up for the replay."""
-        self.disable(f"replay failed: {describe(error)}")
-        if not harmless:
-            raise error
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
@@ -238,7 +228,9 @@ class Road(GraphStore):
                 harmless = harmless and not entry.written
                 result = entry.hand_out(request.leaves, outputs)
             except Exception as error:
-                self._replay_failed(error, harmless)
+                self.disable(f"replay failed: {describe(error)}")
+                if not harmless:
+                    raise
                 return self.disabled_reason
         if eager is not None:
             self._stats.verified += 1

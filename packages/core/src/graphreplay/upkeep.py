@@ -23,9 +23,13 @@ def prepare(graphed: GraphedForward, kwargs: dict[str, Any], options: CallOption
     graphed.peers.check()
     if graphed.disabled_reason is not None:
         return _not_prepared(graphed, graphed.disabled_reason)
-    request = graphed._request(kwargs, options, ahead=True)
     call = graphed.peers.next_call()
     rehearsal = f"{call}, rehearsal"
+    try:
+        request = graphed._request(kwargs, options, ahead=True)
+    except BaseException as error:
+        graphed.peers.excuse(rehearsal, f"its call raised {type(error).__name__}: {error}")
+        raise
     if isinstance(request, str):
         graphed.peers.excuse(rehearsal, request)
         return _not_prepared(graphed, request)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphreplay import BackendUnavailableError, GraphedForward
-from graphreplay_cuda import streams
+from graphreplay_cuda import driver, streams
 from graphreplay_cuda.arguments import why_no_cuda
 from graphreplay_cuda.captured import CapturedForward, PoolState, capture
 
@@ -53,19 +53,17 @@ class CUDAGraphedForward(GraphedForward):
         state: PoolState | None = self.pool.backend
         if state is None:
             return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if torch._C._cuda_isCurrentStreamCapturing():
+        raw, launches = torch._C._cuda_getCurrentRawStream(self.device.index), state.launches
+        if torch._C._cuda_isCurrentStreamCapturing() or (raw and driver.is_capturing(raw)):  # of whichever device
             return True
-        launches = state.launches
-        return torch._C._cuda_getCurrentRawStream(launches.index) != launches.last and launches.is_blocked()
+        return raw != launches.last and launches.is_blocked()
 
     def _take_turn(self) -> None:
         self._pool_state.launches.take_turn()
 
     def _has_turn(self) -> bool:
         state: PoolState | None = self.pool.backend
-        if state is None or torch._C._cuda_isCurrentStreamCapturing():
-            return False
-        return torch._C._cuda_getCurrentRawStream(state.launches.index) == state.launches.last
+        return state is not None and state.launches.has_turn()
 
     def _release_memory(self) -> None:
         if self.pool.backend is not None:

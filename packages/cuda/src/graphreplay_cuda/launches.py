@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from weakref import WeakSet
 
 import torch
 
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.errors import GraphStateError
+
+_all: WeakSet[Launches] = WeakSet()
+
+
+def _free_locks() -> None:
+    """In the child of a fork, where no thread is left that could let go of a lock."""
+    for launches in _all:
+        launches.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free_locks)
 
 
 class Launches:
@@ -15,10 +28,19 @@ class Launches:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.index = -1 if device.index is None else device.index
+        _all.add(self)
         self.lock = threading.RLock()
         self.last: int | None = None
         """The raw stream of the latest one."""
+
+    def has_turn(self) -> bool:
+        """Whether ``take_turn`` has nothing to do, the device is the current one, and nobody captures its stream."""
+        index = self.device.index
+        return (
+            torch._C._cuda_getCurrentRawStream(index) == self.last
+            and torch._C._cuda_getDevice() == index
+            and not torch._C._cuda_isCurrentStreamCapturing()
+        )
 
     def take_turn(self) -> None:
         """Orders the current stream behind the latest launch, before the next one. The driver does as much for the

@@ -63,6 +63,12 @@ class XPUGraphedForward(GraphedForward):
             current.wait_stream(state.last_stream)
             state.last_stream = current
 
+    def _has_turn(self) -> bool:
+        state = self.pool.backend
+        if state is None or torch.xpu.is_current_stream_capturing():
+            return False
+        return bool(torch.xpu.current_stream(self.device) == state.last_stream)
+
     # _release_memory stays as it is: torch.xpu.empty_cache() waits for the whole device (see capture.py). Memory of
     # dropped graphs stays with torch's allocator, which gives it back when it runs short.
 

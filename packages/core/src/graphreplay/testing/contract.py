@@ -19,6 +19,7 @@ _TOPICS = [
     for topic in (
         "ambient",
         "capture",
+        "faults",
         "hidden",
         "keys",
         "life",

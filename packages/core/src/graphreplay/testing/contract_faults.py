@@ -13,6 +13,7 @@ own.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -174,6 +175,24 @@ class FaultContract(ContractBase):
         for step, name in enumerate(clean.seen):
             if name in ("launch", "hand the outputs out"):
                 assert self.session(Steps(self.cls, step), writes=True) == [f"injected at {name}"]
+
+    @pytest.mark.parametrize("shares", [False, True])
+    def test_a_fault_behind_writes_keeps_nothing_alive(self, shares: bool) -> None:
+        """By the road, and by the short cut."""
+        graphed = self.wrap(Stepping(writes=True, shares=shares))
+        alive = weakref.ref(graphed)
+        gc.disable()
+        try:
+            with torch.inference_mode():
+                for _ in range(3):
+                    graphed(x=self.x())
+                graphed._cache.newest.launch = mock.Mock(side_effect=InjectedFault)
+                with pytest.raises(InjectedFault):
+                    graphed(x=self.x())
+            del graphed
+            assert alive() is None
+        finally:
+            gc.enable()
 
     def test_state_that_is_lost_is_told(self) -> None:
         clean = Steps(self.cls)

@@ -3,7 +3,7 @@
 | kind | outcome | test |
 | --- | --- | --- |
 | state that is back every second or third run | disabled, as eager | test_state_that_comes_back_* |
-| a closure's tensor that the forward moves | disabled, as eager | test_closure_tensor_that_the_forward_moves |
+| a closure's tensor that the forward moves | disabled, as eager | test_closure_tensor_* |
 | an output that no operator of the thread made | eager | test_output_of_another_thread |
 | a tensor from outside, returned as it is | graphed | test_outside_tensor_returned_* |
 | weights without memory between calls | eager by name | test_weights_without_memory |
@@ -128,6 +128,27 @@ class TurnsContract(ContractBase):
                 assert_same(graphed(x=self.x(seed=seed)), plain(x=self.x(seed=seed)))
         assert graphed.stats()["replays"] == 0
         assert "moves a tensor of shape (3, 8) from outside its module" in (graphed.disabled_reason or "")
+
+    @pytest.mark.parametrize("run", [1, 2, 3])
+    def test_closure_tensor_moved_by_a_run_that_raises_is_put_back(self, run: int) -> None:
+        """The call's own forward, which is the first run, moved it too, and that stays."""
+        held = torch.zeros(3, 8, device=self.device)
+        runs: list[int] = []
+
+        def forward(*, x: Tensor) -> Tensor:
+            y = x + held
+            runs.append(len(runs))
+            if len(runs) > 1:
+                held.data = held + 100
+            if len(runs) == 1 + run:
+                raise ValueError("in this run")
+            return y
+
+        graphed = self.wrap(forward, warmup_iters=2)
+        with torch.no_grad():
+            assert_same(graphed(x=self.x()), self.x())
+            assert_same(held, torch.zeros(3, 8, device=self.device))
+        assert not graphed.enabled
 
     def test_output_of_another_thread(self) -> None:
         def forward(*, x: Tensor) -> Tensor:
