@@ -72,6 +72,8 @@ class AttributeSnapshot:
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self.generators: list[torch.Generator] = []
         """The random generators in them."""
+        self.tensors: list[Tensor] = []
+        """The plain tensors in them, weights and buffers of modules excepted."""
         self._kept: list[_Kept] = []
         self._empty: list[Any] = []
         """Those with nothing in them, as most of a module's are, so that one look at all of them is enough."""
@@ -89,6 +91,8 @@ class AttributeSnapshot:
             for key, value in _items(was):
                 cls = type(value)
                 if cls in _LEAVES:
+                    if cls is Tensor and not (type(place) is tuple and place[1] == "_buffers"):
+                        self.tensors.append(value)
                     continue
                 if cls in _CONTAINERS:
                     if value:
@@ -141,6 +145,9 @@ class AttributeSnapshot:
                 for key, value in was.items():
                     if container.get(key, _MISSING) is not value:
                         container[key] = value
+                if isinstance(container, OrderedDict) and list(container) != list(was):
+                    for key in was:
+                        container.move_to_end(key)
             else:
                 container.clear()
                 container.update(was) if isinstance(container, set) else container.extend(was)
@@ -152,6 +159,8 @@ class AttributeSnapshot:
                 for key in was.keys() | container.keys():
                     if not _same(was.get(key, _MISSING), container.get(key, _MISSING)):
                         return f"{path}.{key}".strip(".")
+                if isinstance(container, OrderedDict) and list(container) != list(was):
+                    return path
             elif isinstance(container, set):
                 if container != was:
                     return path

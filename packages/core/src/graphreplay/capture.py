@@ -192,7 +192,7 @@ def rehearse(store: GraphStore, request: Request, watch: ModuleWatch, ranks: Alo
     compiler_was_loaded = compiler_is_loaded()
     try:
         quiet = quiet_capture(store.device, alone=ranks.alone, ahead=True)
-        with quiet, watch.kept(()), observer.places_kept(), observer.watching(), host_random.watched():
+        with quiet, watch.kept(()), observer.watching(), host_random.watched():
             store.module(**kwargs)
     except Failure:
         raise
@@ -216,7 +216,8 @@ def _observer(
         store.device,
         storage_ids(tensors(kwargs)),
         snapshot,
-        kept=watch.storage_ids,
+        known=attributes.tensors,
+        watched=watch.storage_ids,
         generators=watch.generators(attributes),
         ranks=store.peers.ranks,
         why_no_collectives=store.why_no_collectives,

@@ -39,8 +39,18 @@ _PLACE: tuple[Callable[[Tensor], Any], ...] = (
 )
 """Where a tensor lies and how it is seen, each read by one C call."""
 
+_REQUIRES_GRAD = 4
+
 
 def places_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """Where tensors lie and how they are seen: a list for each property, which is equal to another one exactly if no
     tensor was moved or made to look otherwise in between."""
     return [list(map(read, tensors)) for read in _PLACE]
+
+
+def move_back(tensor: Tensor, was: Tensor, place: Sequence[Sequence[Any]]) -> None:
+    """Has a tensor be what it was, an alias of it then, at the place that it had by ``places_of([tensor])``."""
+    tensor.data = was
+    (requires_grad,) = place[_REQUIRES_GRAD]
+    if tensor.requires_grad is not requires_grad and tensor.is_leaf:
+        tensor.requires_grad_(requires_grad)

@@ -37,17 +37,18 @@ class Recorder(OpMode):
     Args:
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
-        kept: ids of outside storages whose tensors are put back elsewhere, should the forward move them.
+        known: tensors that the forward may move before any operator reads them.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
         written: ids of outside storages (static inputs included) that the forward wrote.
     """
 
-    def __init__(self, static: Iterable[int], snapshot: Snapshot, kept: Set[int] = frozenset()) -> None:
+    def __init__(self, static: Iterable[int], snapshot: Snapshot, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.outside: dict[int, Tensor] = {}
-        self._places = Places(kept)
+        self._places = Places(known)
+        self._watched: Set[int] = frozenset()
         self.written: set[int] = set()
         self._static = frozenset(static)
         self._snapshot = snapshot
@@ -85,7 +86,8 @@ class Recorder(OpMode):
     def _note_outside(self, storage: int, tensor: Tensor) -> None:
         self._known.add(storage)
         self.outside[storage] = tensor
-        self._places.note(storage, tensor)
+        if storage not in self._watched:
+            self._places.note(tensor)
 
     def places_kept(self) -> AbstractContextManager[None]:
         """Puts outside tensors back to where they were after its body, a run of the forward.
@@ -93,7 +95,7 @@ class Recorder(OpMode):
         Raises:
             StatefulForwardError: the body ran and moved one.
         """
-        return self._places.kept(self.outside)
+        return self._places.kept()
 
     def _note_inside(self, storage: torch.UntypedStorage) -> None:
         self._inside.add(storage)
@@ -105,7 +107,8 @@ class Observer(Recorder):
 
     Args:
         device: where the forward computes.
-        static, snapshot, kept: see Recorder.
+        static, snapshot, known: see Recorder.
+        watched: ids of storages whose tensors are put back elsewhere.
         generators: those that the forward is known to hold, where the run before left them.
         ranks: those that run the forward's collectives together with this one; None: it may have none.
         why_no_collectives: why it may have none at all.
@@ -121,12 +124,14 @@ class Observer(Recorder):
         static: Iterable[int],
         snapshot: Snapshot,
         *,
-        kept: Set[int] = frozenset(),
+        known: Iterable[Tensor] = (),
+        watched: Set[int] = frozenset(),
         generators: Iterable[torch.Generator] = (),
         ranks: list[int] | None = None,
         why_no_collectives: str | None = None,
     ) -> None:
-        super().__init__(static, snapshot, kept)
+        super().__init__(static, snapshot, known)
+        self._watched = watched
         self._ranks = ranks
         self._why_no_collectives = why_no_collectives
         self._leaves_more = False

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
 from graphreplay.attributes import StatefulForwardError
-from graphreplay.looks import places_of
+from graphreplay.looks import move_back, places_of
 from graphreplay.tree import TENSOR_TYPES
 
 
 class Places:
-    """Where the outside tensors of a forward were when it came by them first.
+    """Where the outside tensors of a forward are, as far as they are known before it uses them. It holds none of them.
 
     Args:
-        kept: ids of storages whose tensors are looked after elsewhere, as weights are.
+        known: those that are to be put back from the first.
     """
 
-    def __init__(self, kept: Set[int]) -> None:
-        self._kept = kept
-        self._met: dict[int, tuple[Tensor, list[list[Any]]]] = {}
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self._met: list[tuple[ref[Tensor], Tensor, list[list[Any]]]] = []
+        for tensor in known:
+            self.note(tensor)
 
-    def note(self, storage: int, tensor: Tensor) -> None:
-        """The forward is about to use a tensor over this storage. The tensor itself is not held."""
-        if storage not in self._kept and type(tensor) in TENSOR_TYPES:
-            self._met[storage] = tensor.detach(), places_of([tensor])
+    def note(self, tensor: Tensor) -> None:
+        """The forward is about to use a tensor."""
+        if type(tensor) in TENSOR_TYPES:
+            self._met.append((ref(tensor), tensor.detach(), places_of([tensor])))
 
     @contextmanager
-    def kept(self, outside: Mapping[int, Tensor]) -> Iterator[None]:
-        """Puts these tensors, by storage, back after a run of the forward, and refuses one that moved some.
+    def kept(self) -> Iterator[None]:
+        """Puts the tensors back after a run of the forward, and refuses one that moved some.
 
         Raises:
             StatefulForwardError: the body ran and moved a tensor.
@@ -40,10 +42,10 @@ class Places:
         try:
             yield
         finally:
-            for storage, (was, place) in self._met.items():
-                tensor = outside.get(storage)
+            for tensor_of, was, place in self._met:
+                tensor = tensor_of()
                 if tensor is not None and places_of([tensor]) != place:
-                    tensor.data = was
+                    move_back(tensor, was, place)
                     moved.append(tensor)
         if moved:
             raise StatefulForwardError(

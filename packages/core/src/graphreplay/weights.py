@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
 from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
-from graphreplay.looks import dict_version, looks_of, places_of
+from graphreplay.looks import dict_version, looks_of, move_back, places_of
 from graphreplay.tree import TENSOR_TYPES
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -108,8 +108,8 @@ class ModuleWatch:
                 else:
                     plain.append((path, tensor))
         self._add_all(plain)
-        for path, tensor, address in zip(self._names, self._tensors, self._places[0], strict=True):
-            if not address and tensor.numel():
+        for path, tensor in plain:
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
                 self.refusal = f"weight {path} has no memory between calls, so that a graph cannot hold its address"
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -211,7 +211,7 @@ class ModuleWatch:
                 places = zip(zip(*now, strict=True), zip(*before, strict=True), strict=True)
                 moved = [position for position, (place, was) in enumerate(places) if place != was]
                 for position in moved:
-                    tensors[position].data = data[position]
+                    move_back(tensors[position], data[position], [[was[position]] for was in before])
         if moved:
             raise StatefulForwardError(
                 f"the forward moves {names[moved[0]]} to other memory or changes how it is seen, which a replay would "

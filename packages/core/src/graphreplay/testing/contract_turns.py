@@ -6,12 +6,15 @@
 | a closure's tensor that the forward moves | disabled, as eager | test_closure_tensor_* |
 | an output that no operator of the thread made | eager | test_output_of_another_thread |
 | a tensor from outside, returned as it is | graphed | test_outside_tensor_returned_* |
+| an attribute that the forward moves, unread or in turns | disabled, as eager | test_attributes_that_are_* |
+| an interrupt, or lazy growth, beside such a move | raised; kept | test_interrupt_of_a_run_*, test_prepare_keeps_* |
 | weights without memory between calls | eager by name | test_weights_without_memory |
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -88,6 +91,44 @@ def _bind(module: _Turns, change: Callable[[_Turns, Tensor], Tensor]) -> _Turns:
     return module
 
 
+class _Held(nn.Module):
+    """Holds tensors as plain attributes."""
+
+    a: Tensor
+    b: Tensor
+
+    def __init__(self, change: _HeldChange) -> None:
+        super().__init__()
+        self.change = change
+        self.order = OrderedDict(first=1.0, second=2.0, third=3.0)
+
+    def place(self, device: Any) -> None:
+        both = torch.arange(16.0, device=device)
+        self.a, self.b = both[:8], both[8:]
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+def _traded_memory(module: _Held, x: Tensor) -> Tensor:
+    y = x + module.a * 2 + module.b
+    module.a.data, module.b.data = module.b.data, module.a.data
+    return y
+
+
+def _unread(module: _Held, x: Tensor) -> Tensor:
+    module.a.data = x + 1
+    return x * 2
+
+
+def _turned_order(module: _Held, x: Tensor) -> Tensor:
+    first = next(iter(module.order))
+    module.order.move_to_end(first)
+    return x * module.order[first]
+
+
+_HeldChange: TypeAlias = Callable[[_Held, Tensor], Tensor]
+
 MOVES: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda a: setattr(a, "data", a + 1),
     "set_": lambda a: a.set_((a + 1).untyped_storage(), 0, a.shape, a.stride()),
@@ -150,6 +191,52 @@ class TurnsContract(ContractBase):
             assert_same(held, torch.zeros(3, 8, device=self.device))
         assert not graphed.enabled
 
+    @pytest.mark.parametrize("change", [_traded_memory, _unread, _turned_order], ids=lambda change: change.__name__[1:])
+    def test_attributes_that_are_moved_disable(self, change: _HeldChange) -> None:
+        module, plain = _Held(change).to(self.device), _Held(change).to(self.device)
+        for held in (module, plain):
+            held.place(self.device)
+        graphed = self.wrap(module)
+        with torch.no_grad():
+            for seed in range(4):
+                assert_same(graphed(x=self.x(seed=seed)), plain(x=self.x(seed=seed)))
+                assert_same((module.a, module.b, list(module.order)), (plain.a, plain.b, list(plain.order)))
+        assert graphed.stats()["replays"] == 0
+        assert "which a replay would not do" in (graphed.disabled_reason or "")
+
+    def test_interrupt_of_a_run_that_moves_is_raised(self) -> None:
+        held, runs = torch.zeros(3, 8, device=self.device), [0]
+
+        def forward(*, x: Tensor) -> Tensor:
+            y = x + held
+            runs[0] += 1
+            if runs[0] == 2:
+                held.data = held + 1
+                raise KeyboardInterrupt
+            return y
+
+        graphed = self.wrap(forward)
+        with torch.no_grad():
+            with pytest.raises(KeyboardInterrupt):
+                graphed(x=self.x())
+            assert_same(held, torch.zeros(3, 8, device=self.device))
+
+    def test_prepare_keeps_what_grows_lazily(self) -> None:
+        class Grows(nn.Module):
+            table = torch.zeros(0, device=self.device)
+
+            def forward(self, *, x: Tensor) -> Tensor:
+                if len(self.table) < len(x):
+                    self.table.resize_(len(x)).fill_(3.0)
+                return x + self.table[: len(x), None]
+
+        graphed = self.wrap(Grows())
+        with torch.no_grad():
+            assert graphed.prepare(x=self.x())
+            for seed in range(2):
+                assert_same(graphed(x=self.x(seed=seed)), self.x(seed=seed) + 3)
+        assert graphed.stats()["replays"] == 2
+
     def test_output_of_another_thread(self) -> None:
         def forward(*, x: Tensor) -> Tensor:
             made: list[Tensor] = []
@@ -180,9 +267,11 @@ class TurnsContract(ContractBase):
                 assert_same(graphed(x=self.x(seed=seed)), (self.x(seed=seed) * 2, constant))
         assert graphed.stats()["replays"] == 2
 
-    def test_weights_without_memory(self) -> None:
+    @pytest.mark.parametrize("offset", [0, 64])
+    def test_weights_without_memory(self, offset: int) -> None:
         """As of modules that are sharded between calls: the forward makes them anew, and lets them go."""
         module = nn.Linear(8, 8).to(self.device).requires_grad_(False)
+        module.weight.data = torch.randn(offset + 64, device=self.device)[offset:].view(8, 8)
         shard = module.weight.clone()
         size = module.weight.untyped_storage().nbytes()
 
