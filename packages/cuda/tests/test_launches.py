@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphreplay_cuda import driver, launches, streams
+from graphreplay_cuda import CUDAGraphedForward, driver, launches, streams
 from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.launches import Launches
 
@@ -75,15 +75,22 @@ def test_launches_inside_a_capture_are_refused(machine, raw, refused):
 
 def test_whose_turn_it_is(machine):
     order = Launches(torch.device("cuda", 0))
-    assert not order.has_turn(), "nobody has launched"
+    wrapper = SimpleNamespace(pool=SimpleNamespace(backend=None))
+
+    def has_turn():
+        return CUDAGraphedForward._has_turn(wrapper)
+
+    assert not has_turn(), "there is no graph yet"
+    wrapper.pool.backend = SimpleNamespace(launches=order, device=order.device)
+    assert not has_turn(), "nobody has launched"
     order.take_turn()
-    assert order.has_turn()
+    assert has_turn()
     for name, value in (("raw", 2), ("device", 1), ("captured", {1})):
         before = getattr(machine, name)
         setattr(machine, name, value)
-        assert not order.has_turn(), name
+        assert not has_turn(), name
         setattr(machine, name, before)
-    assert order.has_turn()
+    assert has_turn()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads

@@ -63,7 +63,14 @@ class CUDAGraphedForward(GraphedForward):
 
     def _has_turn(self) -> bool:
         state: PoolState | None = self.pool.backend
-        return state is not None and state.launches.has_turn()
+        if state is None:
+            return False
+        launches, index = state.launches, state.device.index
+        return (
+            torch._C._cuda_getCurrentRawStream(index) == launches.last
+            and torch._C._cuda_getDevice() == index
+            and not torch._C._cuda_isCurrentStreamCapturing()  # which is asked of the current device
+        )
 
     def _release_memory(self) -> None:
         if self.pool.backend is not None:

@@ -33,15 +33,6 @@ class Launches:
         self.last: int | None = None
         """The raw stream of the latest one."""
 
-    def has_turn(self) -> bool:
-        """Whether ``take_turn`` has nothing to do, the device is the current one, and nobody captures its stream."""
-        index = self.device.index
-        return (
-            torch._C._cuda_getCurrentRawStream(index) == self.last
-            and torch._C._cuda_getDevice() == index
-            and not torch._C._cuda_isCurrentStreamCapturing()
-        )
-
     def take_turn(self) -> None:
         """Orders the current stream behind the latest launch, before the next one. The driver does as much for the
         graph itself, and not for what goes with it: seeds of random numbers, and copies."""
