@@ -304,7 +304,8 @@ def build_entry(store: GraphStore, request: Request, watch: ModuleWatch, ranks: 
                 graph, outputs = store._capture_graph(captured)
     except Exception as error:
         if not ranks.alone:
-            attributes, recorder = AttributeSnapshot(watch.modules), Recorder(storage_ids(given), before)
+            attributes = AttributeSnapshot(watch.modules)
+            recorder = Recorder(storage_ids(given), before, attributes.tensors, watch.storage_ids)
             with (
                 suppress(StatefulForwardError),
                 attributes_kept(attributes),

@@ -38,17 +38,24 @@ class Recorder(OpMode):
         static: storage ids of the static inputs: written or not, they are no business of the snapshot.
         snapshot: receives every other outside storage just before its first write.
         known: tensors that the forward may move before any operator reads them.
+        watched: ids of storages whose tensors are put back elsewhere.
 
     Attributes:
         outside: every tensor that came from outside, by storage id: parameters, buffers, globals.
         written: ids of outside storages (static inputs included) that the forward wrote.
     """
 
-    def __init__(self, static: Iterable[int], snapshot: Snapshot, known: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        static: Iterable[int],
+        snapshot: Snapshot,
+        known: Iterable[Tensor] = (),
+        watched: Set[int] = frozenset(),
+    ) -> None:
         super().__init__()
         self.outside: dict[int, Tensor] = {}
         self._places = Places(known)
-        self._watched: Set[int] = frozenset()
+        self._watched = watched
         self.written: set[int] = set()
         self._static = frozenset(static)
         self._snapshot = snapshot
@@ -107,8 +114,7 @@ class Observer(Recorder):
 
     Args:
         device: where the forward computes.
-        static, snapshot, known: see Recorder.
-        watched: ids of storages whose tensors are put back elsewhere.
+        static, snapshot, known, watched: see Recorder.
         generators: those that the forward is known to hold, where the run before left them.
         ranks: those that run the forward's collectives together with this one; None: it may have none.
         why_no_collectives: why it may have none at all.
@@ -130,8 +136,7 @@ class Observer(Recorder):
         ranks: list[int] | None = None,
         why_no_collectives: str | None = None,
     ) -> None:
-        super().__init__(static, snapshot, known)
-        self._watched = watched
+        super().__init__(static, snapshot, known, watched)
         self._ranks = ranks
         self._why_no_collectives = why_no_collectives
         self._leaves_more = False

@@ -22,14 +22,16 @@ class Places:
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self._met: list[tuple[ref[Tensor], Tensor, list[list[Any]]]] = []
+        self._met: dict[int, tuple[ref[Tensor], Tensor, list[list[Any]]]] = {}
+        """By the object's id; where that has gone, another one may have it."""
         for tensor in known:
             self.note(tensor)
 
     def note(self, tensor: Tensor) -> None:
-        """The forward is about to use a tensor."""
-        if type(tensor) in TENSOR_TYPES:
-            self._met.append((ref(tensor), tensor.detach(), places_of([tensor])))
+        """The forward is about to use a tensor. One that was noted before may have moved since."""
+        met = self._met.get(id(tensor))
+        if type(tensor) in TENSOR_TYPES and (met is None or met[0]() is not tensor):
+            self._met[id(tensor)] = ref(tensor), tensor.detach(), places_of([tensor])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -42,7 +44,7 @@ class Places:
         try:
             yield
         finally:
-            for tensor_of, was, place in self._met:
+            for tensor_of, was, place in self._met.values():
                 tensor = tensor_of()
                 if tensor is not None and places_of([tensor]) != place:
                     move_back(tensor, was, place)

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
 from graphreplay.errors import ConfigurationError
-
-_pools: WeakSet[GraphPool] = WeakSet()
-
-
-def _free_locks() -> None:
-    """In the child of a fork, where no thread is left that could let go of a lock."""
-    for pool in _pools:
-        pool.lock = threading.RLock()
+from graphreplay.locks import Locked
 
 
-os.register_at_fork(after_in_child=_free_locks)
-
-
-class GraphPool:
+class GraphPool(Locked):
     """One pool of graph memory. Wrappers that are never in flight at once (an encoder and a DiT, say) may share one.
 
     Graphs of a pool reuse each other's intermediate memory, so they run one after another: the pool's lock and its
@@ -32,8 +19,7 @@ class GraphPool:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        _pools.add(self)
+        super().__init__()
         self.device: torch.device | None = None
         self.ranks: list[int] | None = None
         self.backend: Any = None

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from weakref import WeakSet
-
 import torch
 
+from graphreplay.locks import Locked
 from graphreplay_cuda import driver, streams
 from graphreplay_cuda.errors import GraphStateError
 
-_all: WeakSet[Launches] = WeakSet()
 
-
-def _free_locks() -> None:
-    """In the child of a fork, where no thread is left that could let go of a lock."""
-    for launches in _all:
-        launches.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_free_locks)
-
-
-class Launches:
+class Launches(Locked):
     """The launches of one graph, or of several that share memory, which come one at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
-        _all.add(self)
-        self.lock = threading.RLock()
         self.last: int | None = None
         """The raw stream of the latest one."""
 

@@ -96,6 +96,7 @@ class _Held(nn.Module):
 
     a: Tensor
     b: Tensor
+    c: Tensor
 
     def __init__(self, change: _HeldChange) -> None:
         super().__init__()
@@ -105,6 +106,7 @@ class _Held(nn.Module):
     def place(self, device: Any) -> None:
         both = torch.arange(16.0, device=device)
         self.a, self.b = both[:8], both[8:]
+        self.c = torch.ones(8, device=device)
 
     def forward(self, *, x: Tensor) -> Tensor:
         return self.change(self, x)
@@ -121,6 +123,11 @@ def _unread(module: _Held, x: Tensor) -> Tensor:
     return x * 2
 
 
+def _read_where_it_was_moved_to(module: _Held, x: Tensor) -> Tensor:
+    module.a.data = module.c if module.a.data_ptr() == module.b.data_ptr() else module.b
+    return x + module.a
+
+
 def _turned_order(module: _Held, x: Tensor) -> Tensor:
     first = next(iter(module.order))
     module.order.move_to_end(first)
@@ -128,6 +135,8 @@ def _turned_order(module: _Held, x: Tensor) -> Tensor:
 
 
 _HeldChange: TypeAlias = Callable[[_Held, Tensor], Tensor]
+
+MOVING: list[_HeldChange] = [_traded_memory, _unread, _read_where_it_was_moved_to, _turned_order]
 
 MOVES: dict[str, Callable[[Tensor], Any]] = {
     "data": lambda a: setattr(a, "data", a + 1),
@@ -191,7 +200,7 @@ class TurnsContract(ContractBase):
             assert_same(held, torch.zeros(3, 8, device=self.device))
         assert not graphed.enabled
 
-    @pytest.mark.parametrize("change", [_traded_memory, _unread, _turned_order], ids=lambda change: change.__name__[1:])
+    @pytest.mark.parametrize("change", MOVING, ids=lambda change: change.__name__[1:])
     def test_attributes_that_are_moved_disable(self, change: _HeldChange) -> None:
         module, plain = _Held(change).to(self.device), _Held(change).to(self.device)
         for held in (module, plain):
