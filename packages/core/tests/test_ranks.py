@@ -16,6 +16,8 @@ The harness runs every fault at every place of a capture on top of this (``graph
 | a rank that runs eagerly where the others miss | they learn at once | test_ranks[eager], test_ranks[prepare] |
 | a rank that closes its wrapper | the others disabled, with that reason | test_ranks[closed] |
 | a wait for the device on one rank | all disabled, in step | test_ranks[a wait behind the last collective] |
+| a tensor that the forward moves on one rank | all disabled, state as by eager | test_ranks[moved on one rank] |
+| a call that raises on one rank | counts as one | test_ranks[a call that raises] |
 | a failure before a collective of a warm-up | disabled, state as by eager | test_ranks[state of what is made up for] |
 | an interrupt in a capture | raised; RankDisagreementError on the others | test_ranks[interrupted] |
 | ranks out of step | every later call raises | test_ranks[out of step] |
@@ -382,6 +384,39 @@ with torch.no_grad():
 print("host wait" in graphed.disabled_reason or graphed.disabled_reason)
 """,
         ["[1.0, 5.0, 9.0]\nTrue"] * 2,
+    ),
+    "moved on one rank": (
+        """
+held = torch.zeros(1)
+class Moves(Sum):
+    def forward(self, *, x):
+        y = super().forward(x=x) + held
+        if rank == 0:
+            held.data = held + 1
+        return y
+graphed = graphreplay.ReferenceGraphedForward(Moves(), device="cpu", group=dist.group.WORLD, deadline=20.0)
+with torch.no_grad():
+    print([graphed(x=torch.full((1,), float(i))).item() for i in range(3)], held.item())
+print("moves a tensor" in graphed.disabled_reason or graphed.disabled_reason)
+""",
+        ["[1.0, 6.0, 11.0] 3.0\nTrue", "[1.0, 5.0, 9.0] 0.0\nTrue"],
+    ),
+    "a call that raises": (
+        """
+graphed = graphreplay.ReferenceGraphedForward(
+    lambda *, x: x + 1, device="cpu", group=dist.group.WORLD, deadline=20.0
+)
+x = torch.ones(1)
+for method in (graphed, graphed.prepare):
+    try:
+        method(x=x, **({"variant": object()} if rank == 0 else {}))
+    except graphreplay.UnsupportedLeafError:
+        pass
+with torch.no_grad():
+    print([graphed(x=torch.full((2,), float(i))).tolist() for i in range(3)], graphed.captures)
+print(graphed.stats()["replays"], graphed.disabled_reason)
+""",
+        ["[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]] 1\n2 None"] * 2,
     ),
     "warm-ups": (
         """
