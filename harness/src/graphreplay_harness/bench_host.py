@@ -66,7 +66,7 @@ class _IdleGraph:
         self._graph.reset()
 
 
-def _launch_nothing(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+def _launch_nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """The outputs keep whatever their memory held."""
 
 

@@ -221,8 +221,8 @@ class _Launched:
     def staging(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Launch:
         launch, faults = self._graph.staging(inputs, outputs), self._faults
 
-        def reaching(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+        def reaching(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             faults.reach(Place.REPLAY)
-            launch(inputs, addresses, outputs)
+            launch(inputs, outputs)
 
         return reaching

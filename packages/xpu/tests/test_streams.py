@@ -112,7 +112,7 @@ def test_warm_ups_and_captures_of_pools_on_one_stream_take_turns(machine, monkey
                 graph, y = capture(lambda: body(number), state)
                 y.zero_()
                 with one_at_a_time:  # a replay may not meet the seed that a capture beside it writes
-                    graph.staging([], [])([], [], [])
+                    graph.staging([], [])([], [])
                 results[number] = y
                 graph.reset()
         except BaseException as error:

@@ -16,9 +16,13 @@ from graphreplay.tree import check_rebuilt, rebuilder, replace_tensors
 class Launch(Protocol):
     """Runs captured work once, on the current stream."""
 
-    def __call__(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        """Copies the bytes of the inputs, which begin at these addresses, onto the static inputs; launches; and has the
-        bytes of the static outputs copied into ``outputs``. All have the layouts of their static tensors."""
+    def __call__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Copies the bytes of the inputs onto the static inputs; launches; and has the bytes of the static outputs
+        copied into ``outputs``. All have the layouts of their static tensors.
+
+        Raises:
+            NoMemoryError: an input was freed, and nothing was done.
+        """
 
 
 class Graph(Protocol):
@@ -35,13 +39,26 @@ class Graph(Protocol):
         """Waits for replays in flight and frees the graph; it is never replayed again. Repeated calls do nothing."""
 
 
+class NoMemoryError(Exception):
+    """A tensor has elements and no memory, as after ``untyped_storage().resize_(0)``."""
+
+
+def require_memory(tensors: Sequence[Tensor]) -> None:
+    """Raises:
+    NoMemoryError: one of them has elements and no memory.
+    """
+    if not all(map(Tensor.data_ptr, tensors)) and any(t.numel() and not t.data_ptr() for t in tensors):
+        raise NoMemoryError("a kwarg has no memory")
+
+
 def launch_between(
     replay: Callable[[], object], static_inputs: Sequence[Tensor], static_outputs: Sequence[Tensor]
 ) -> Launch:
     """A Launch that copies before and after ``replay()``."""
     staging, handing_out = CopyPlan(static_inputs), CopyPlan(static_outputs)
 
-    def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
+    def launch(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        require_memory(inputs)
         staging.copy(static_inputs, inputs)
         replay()
         handing_out.copy(outputs, static_outputs)
@@ -51,12 +68,12 @@ def launch_between(
 
 def _lending(launch: Launch) -> Launch:
     """One that hands nothing out."""
-    return lambda inputs, addresses, outputs: launch(inputs, addresses, ())
+    return lambda inputs, outputs: launch(inputs, ())
 
 
 def _handing_out_dense(launch: Launch, plan: CopyPlan) -> Launch:
     """One that leaves out the outputs which the plan's ``copy_rest`` copies."""
-    return lambda inputs, addresses, outputs: launch(inputs, addresses, plan.pick_dense(outputs))
+    return lambda inputs, outputs: launch(inputs, plan.pick_dense(outputs))
 
 
 class Entry:
@@ -143,25 +160,21 @@ class Entry:
             return "the forward writes a kwarg, and two kwargs of different storages lie in the same memory"
         return None
 
-    def stage(
-        self, leaves: Sequence[Tensor], addresses: Sequence[int]
-    ) -> tuple[Sequence[Tensor], Sequence[int], Sequence[Tensor]]:
+    def stage(self, leaves: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """All that can be done before anything runs that an eager call would do again.
 
         Args:
             leaves: the tensors to copy, in leaf order.
-            addresses: where their bytes begin.
 
         Returns:
-            What ``launch`` takes: inputs, their addresses, and memory for the outputs.
+            What ``launch`` takes: inputs, and memory for the outputs.
         """
-        dense, where = self._staging.pick_dense(leaves), self._staging.pick_dense(addresses)
+        dense = self._staging.pick_dense(leaves)
         if any(map(Tensor.is_neg, dense)) or (self._complex and any(map(Tensor.is_conj, dense))):
             dense = [leaf.resolve_neg().resolve_conj() for leaf in dense]
-            where = list(map(Tensor.data_ptr, dense))
         outputs = self.allocate()
         self._staging.copy_rest(self._inputs, leaves)
-        return dense, where, outputs
+        return dense, outputs
 
     def hand_out(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """The outputs of the last launch. Inputs that the forward writes are written in ``leaves`` too, as the eager

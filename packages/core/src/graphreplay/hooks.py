@@ -10,6 +10,7 @@ import torch
 
 from graphreplay.entry import Graph
 from graphreplay.hostsync import HostSyncProbe
+from graphreplay.looks import SightOf, sight_of
 from graphreplay.pool import GraphPool
 
 
@@ -22,6 +23,9 @@ class BackendHooks:
     device: torch.device
     name: str
     pool: GraphPool
+
+    sight_of: SightOf = staticmethod(sight_of)
+    """How to tell soon whether a module is as it was."""
 
     captures_run: bool = False
     """Whether ``_capture_graph`` computes, and runs collectives, while it captures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,44 @@ def looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     check: Callable[..., bool] = guards.check
     return check
+
+
+class SightOf(Protocol):
+    """Makes checks whether tensors, dicts and objects are as they were; as ``sight_of``."""
+
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        dicts: Sequence[dict[Any, Any]],
+        empty: Sequence[dict[Any, Any]],
+        objects: Sequence[Any],
+    ) -> Callable[[], bool]: ...
+
+
+def sight_of(
+    tensors: Sequence[Tensor],
+    dicts: Sequence[dict[Any, Any]],
+    empty: Sequence[dict[Any, Any]],
+    objects: Sequence[Any],
+) -> Callable[[], bool]:
+    """A check, made of calls of C alone, whether all of these are as they are now. It also says no where modes of the
+    thread are others, as ``looks_of`` does.
+
+    Args:
+        tensors: no object twice. In-place updates do not count.
+        dicts: of modules, as ``dict_version`` wants them.
+        empty: dicts of modules that hold nothing, and are to go on so.
+        objects: whose classes count.
+    """
+    look_alike, addresses = looks_of(tensors), list(map(Tensor.data_ptr, tensors))
+    versions, classes = list(map(dict_version, dicts)), list(map(type, objects))
+    return lambda: (
+        look_alike(*tensors)
+        and list(map(Tensor.data_ptr, tensors)) == addresses
+        and list(map(dict_version, dicts)) == versions
+        and list(map(type, objects)) == classes
+        and not any(empty)
+    )
 
 
 _PLACE: tuple[Callable[[Tensor], Any], ...] = (

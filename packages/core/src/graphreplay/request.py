@@ -146,8 +146,6 @@ class Request:
     options: CallOptions
     leaves: Sequence[Tensor]
     """The tensors that are staged, in the order of the tree."""
-    addresses: Sequence[int]
-    """Where their bytes begin; 0 only for those without elements."""
     key: Key
     """Equal for two calls exactly if one graph can serve both."""
     state: State
@@ -175,9 +173,8 @@ def keyed(
     try:
         signature, leaves = store._flatten(kwargs)
         ids = storage_ids(leaves)
-        addresses = list(map(Tensor.data_ptr, leaves))
-        for leaf, address in zip(leaves, addresses, strict=True):
-            if not address and leaf.numel():
+        for leaf in leaves:
+            if not leaf.data_ptr() and leaf.numel():
                 return f"{path_of(leaf, kwargs)} has no memory"
             if leaf.device != store.device:
                 where = path_of(leaf, kwargs)
@@ -191,4 +188,4 @@ def keyed(
         return "grad mode is on and a kwarg or weight requires grad, which a graph would lose; use torch.no_grad()"
     sharing = sharing_pattern(leaves, ids) if len(set(ids)) != len(ids) else ()
     key = Key(signature, store._ambient.key(state), sharing, variant)
-    return Request(kwargs, options, leaves, addresses, key, state, ahead)
+    return Request(kwargs, options, leaves, key, state, ahead)

@@ -31,7 +31,7 @@ from graphreplay.capture import (
     thread,
     warm_ups,
 )
-from graphreplay.entry import Entry
+from graphreplay.entry import Entry, NoMemoryError
 from graphreplay.errors import CaptureError, RankDisagreementError, StateLostError, UnsupportedLeafError
 from graphreplay.plan import MAX_PLANS, Plan
 from graphreplay.request import CallOptions, Request, keyed, share_nothing
@@ -117,13 +117,8 @@ class Road(GraphStore):
             Otherwise, for the road to go on with: the request, what has changed of the module (the graphs are dropped
             then), or None.
         """
-        addresses, watch = list(map(Tensor.data_ptr, leaves)), self._watch
-        if (
-            watch is None
-            or not all(addresses)
-            or (plan.grad_mode and watch.requires_grad())
-            or forward_ad._current_level >= 0
-        ):
+        watch = self._watch
+        if watch is None or (plan.grad_mode and watch.requires_grad()) or forward_ad._current_level >= 0:
             return None
         with self.pool.lock:
             cache = self._cache
@@ -134,26 +129,28 @@ class Road(GraphStore):
             if not (plain and entry.reads_only) and not share_nothing(leaves, watch):
                 return None
             if not plain:
-                return Request(kwargs, options, leaves, addresses, plan.key, plan.state)
+                return self._recognized(plan, leaves, kwargs, options)
             try:
                 outputs = entry.allocate() if self._has_turn() else None
             except Exception:
                 return None  # the road knows what to do if this goes on
             if outputs is None:  # another stream than the call's before, or a capture of someone else's
                 apart = not entry.reads_only or share_nothing(leaves, watch)
-                return Request(kwargs, options, leaves, addresses, plan.key, plan.state) if apart else None
+                return self._recognized(plan, leaves, kwargs, options) if apart else None
             harmless = entry.repeatable and not self.pool.lends  # as _can_do_over says
             if not harmless and self._check_module and not watch.is_untouched():
                 changed = self._drop_if_changed()
                 if changed is not None:
                     return changed
             try:
-                entry.launch(leaves, addresses, outputs)
+                entry.launch(leaves, outputs)
                 if harmless and self._check_module and not watch.is_untouched():
                     changed = self._drop_if_changed()
                     if changed is not None:
                         return changed
                 result = entry.rebuild(outputs)
+            except NoMemoryError:
+                return None  # the key says which
             except Exception as error:
                 self.disable(f"replay failed: {describe(error)}")
                 if not harmless:
@@ -166,6 +163,12 @@ class Road(GraphStore):
             if plan is not self._plans[0]:
                 self._promote(plan)
             return (result,)
+
+    def _recognized(
+        self, plan: Plan, leaves: Sequence[Tensor], kwargs: dict[str, Any], options: CallOptions
+    ) -> Request | None:
+        """The request of a call that a plan has recognized, or None where a kwarg has no memory."""
+        return Request(kwargs, options, leaves, plan.key, plan.state) if all(map(Tensor.data_ptr, leaves)) else None
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""
@@ -217,9 +220,9 @@ class Road(GraphStore):
         harmless = True  # whether an eager call can make up for what fails
         with self._range("replay") if self._nvtx else nullcontext():
             try:
-                dense, addresses, outputs = entry.stage(request.leaves, request.addresses)
+                dense, outputs = entry.stage(request.leaves)
                 harmless = self._can_do_over(entry)  # any other replay may write half of what it writes
-                entry.launch(dense, addresses, outputs)
+                entry.launch(dense, outputs)
                 # The host looks at the module while the device works. What such a graph has computed from weights that
                 # moved is dropped; any other one had to wait for this check.
                 changed = self._drop_if_changed() if harmless and self._check_module else None
@@ -227,6 +230,8 @@ class Road(GraphStore):
                     return self._missed(request, changed)
                 harmless = harmless and not entry.written
                 result = entry.hand_out(request.leaves, outputs)
+            except NoMemoryError as error:
+                return str(error)
             except Exception as error:
                 self.disable(f"replay failed: {describe(error)}")
                 if not harmless:

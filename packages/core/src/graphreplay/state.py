@@ -169,7 +169,7 @@ class GraphStore(BackendHooks):
                 if self._watch is not None and fresh and self._watch.changed():
                     self._clear()
                 if self._watch is None:
-                    self._watch = ModuleWatch(self.module)
+                    self._watch = ModuleWatch(self.module, self.sight_of)
                 watch = self._watch
         return watch
 

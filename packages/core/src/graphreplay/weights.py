@@ -7,7 +7,7 @@ capture. In-place updates of weights show in replays by themselves; everything e
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardError
 from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
-from graphreplay.looks import dict_version, looks_of, move_back, places_of
+from graphreplay.looks import SightOf, move_back, places_of, sight_of
 from graphreplay.tree import TENSOR_TYPES
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -42,23 +42,6 @@ _STRUCTURE = (
 )
 
 
-class _Seen:
-    """What modules were like when they were looked at closely, in a form that is soon compared."""
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        dicts: Sequence[dict[str, Any]],
-        ordered: Sequence[dict[Any, Any]],
-        modules: Sequence[nn.Module],
-    ) -> None:
-        self.tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self.look_alike = looks_of(self.tensors)
-        self.versions = list(map(dict_version, dicts))
-        self.orders = list(map(tuple, ordered))  # no part of the version
-        self.classes = list(map(type, modules))
-
-
 class ModuleWatch:
     """Remembers the modules behind a forward as they are now.
 
@@ -66,8 +49,9 @@ class ModuleWatch:
     never reads freed memory.
     """
 
-    def __init__(self, forward: Any) -> None:
+    def __init__(self, forward: Any, sight_of: SightOf = sight_of) -> None:
         self._forward = forward
+        self._sight_of = sight_of
         self._is_module = isinstance(forward, nn.Module)
         self._roots = modules_behind(forward)
         roots = [*self._roots, *(module for root in self._roots for module in nested(root))]
@@ -85,8 +69,11 @@ class ModuleWatch:
         self._outline = self._outline_now()
         self._dicts = [*self._states, *self._members, *self._hooks]
         self._ordered = [held for held in self._dicts if isinstance(held, OrderedDict)]
-        self._seeable = all(isinstance(held, dict) for held in self._dicts)  # those of a TorchScript module are none
-        self._seen: _Seen | None = None
+        # Those of a TorchScript module are no dicts.
+        self._seeable = all(isinstance(held, dict) for held in (*self._dicts, *self._empty))
+        self._lasts: Callable[[], bool] | None = None
+        """Whether what a close look has found unchanged is so still."""
+        self._orders: list[tuple[Any, ...]] = []
         self._holdings: list[Holding] = []
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
@@ -124,7 +111,7 @@ class ModuleWatch:
                 self._storages.append(storage)
         self._names += [name for name, _ in named]
         self._tensors += tensors
-        self._seen = None
+        self._lasts = None
         for places, values in zip(self._places, places_of(tensors), strict=True):
             places += values
 
@@ -152,10 +139,12 @@ class ModuleWatch:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
         if self.is_untouched():
             return None
+        # Before the look, so that what another thread changes behind it is noticed by the next one.
+        lasts, orders = self._sight_now(), list(map(tuple, self._ordered))
         places = places_of(self._tensors)
         if places != self._places:
-            seen = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
-            name = next(name for name, now, was in seen if now != was)
+            rows = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
+            name = next(name for name, now, was in rows if now != was)
             return f"weight {name} moved to other memory, or has another shape, strides, dtype or requires_grad"
         for name, tensor in self._lazy:
             if not is_lazy(tensor):
@@ -172,25 +161,26 @@ class ModuleWatch:
         for held in self._holdings:
             if not held.lasts():
                 return f"{held.path} of the module is something other than at capture"
-        # What tensors look like depends on modes of the thread: those of this call will mostly be those of the next.
-        seeable = self._seeable and self._tensors and not self._lazy
-        self._seen = _Seen(self._tensors, self._dicts, self._ordered, self._bare) if seeable else None
+        self._lasts, self._orders = lasts, orders
         return None
 
     def is_untouched(self) -> bool:
         """Whether nobody has touched any of it since ``changed`` looked closely: a quick answer to most calls."""
-        seen = self._seen
         return (
-            seen is not None
-            and seen.look_alike(*seen.tensors)
-            and list(map(Tensor.data_ptr, self._tensors)) == self._places[0]
-            and list(map(dict_version, self._dicts)) == seen.versions
-            and list(map(type, self._bare)) == seen.classes
-            and not any(self._empty)
-            and (not self._ordered or list(map(tuple, self._ordered)) == seen.orders)
+            self._lasts is not None
+            and self._lasts()
+            and (not self._ordered or list(map(tuple, self._ordered)) == self._orders)  # no part of their versions
             and (not self._holdings or all(map(Holding.lasts, self._holdings)))
             and (self._is_module or _same(modules_behind(self._forward), self._roots))
         )
+
+    def _sight_now(self) -> Callable[[], bool] | None:
+        """What a quick answer compares with, if there can be one. What tensors look like depends on modes of the
+        thread: those of this call will mostly be those of the next."""
+        if not self._seeable or not self._tensors or self._lazy:
+            return None
+        tensors = list({id(tensor): tensor for tensor in self._tensors}.values())
+        return self._sight_of(tensors, self._dicts, self._empty, self._bare)
 
     @contextmanager
     def kept(self, more: Sequence[Tensor]) -> Iterator[None]:

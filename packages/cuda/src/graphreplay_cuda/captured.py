@@ -56,8 +56,8 @@ class CapturedForward:
         if not late:
             return run
 
-        def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-            run(inputs, addresses, outputs[: len(by_graph)])
+        def launch(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+            run(inputs, outputs[: len(by_graph)])
             handing_out.copy(outputs[len(by_graph) :], late)
 
         return launch

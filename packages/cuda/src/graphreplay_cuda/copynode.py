@@ -6,8 +6,9 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from struct import Struct
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from graphreplay import CaptureError
 from graphreplay.storage import extent
-from graphreplay_cuda import driver, kernels
+from graphreplay_cuda import driver, kernels, native
 from graphreplay_cuda.errors import DriverError, GraphStateError
 from graphreplay_cuda.launches import Launches
 
@@ -71,11 +72,45 @@ class Table:
         if hand_out is not None:
             words[3 * capacity + outputs] = hand_out.noted.data_ptr()
         self._argument = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        self._words = words
         kernel = kernels.stage(index, capacity, outputs)
         self.params = driver.kernel_params(kernel, ctypes.addressof(self._argument), _grid(sizes), kernels.THREADS)
+        self.inputs, self.outputs = len(sizes), count
+        self.sizes = ctypes.addressof(words) + 8 * capacity
+        """Where the sizes of inputs in bytes begin in the table."""
+        self.sources, self.destinations = self.sizes + 8 * capacity, self.sizes + 16 * capacity
+        """Where the addresses of inputs begin, and those of outputs; 0 for one of these goes nowhere."""
+        self._has_bytes = list(map(bool, sizes))
         addresses = Struct(f"{len(sizes)}Q{8 * (capacity - len(sizes))}x{count}Q")
-        self.pack = partial(addresses.pack_into, words, 16 * capacity)
-        """``pack(*sources, *outputs)`` sets where bytes come from, and where outputs go; 0 for one goes nowhere."""
+        self._pack = partial(addresses.pack_into, words, 16 * capacity)
+
+    def fill(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+        """Notes the addresses of these inputs and outputs, or of no outputs at all. Returns False, with nothing
+        changed, where an input that has bytes has no memory."""
+        sources = list(map(Tensor.data_ptr, inputs))
+        if not all(sources) and list(map(bool, sources)) != self._has_bytes:
+            return False
+        self._pack(*sources, *(map(Tensor.data_ptr, outputs) if outputs else repeat(0, self.outputs)))
+        return True
+
+
+def loader(executable: Any, node: Any, table: Table) -> Callable[[Sequence[Tensor], Sequence[Tensor]], int]:
+    """What has the next launch of an executable graph copy these inputs with its stage kernel, a node, and hand out to
+    these outputs, or to none at all; each a list or tuple. It returns the driver's status; or -1, with nothing done,
+    where an input that has bytes has no memory."""
+    if native.missing is None:
+        return native.loader(
+            table,
+            *(table.sizes, table.sources, table.destinations, table.inputs, table.outputs),
+            driver.address("cuGraphExecKernelNodeSetParams"),
+            *map(int, (executable, node, table.params.getPtr())),
+        )
+    set_params = driver.bindings().cuGraphExecKernelNodeSetParams
+
+    def load(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+        return int(set_params(executable, node, table.params)[0]) if table.fill(inputs, outputs) else -1
+
+    return load
 
 
 def _capacity(capacities: Sequence[int], count: int) -> int:
@@ -124,7 +159,6 @@ class CopyNode:
         except (DriverError, RuntimeError) as error:
             raise CaptureError(f"inputs cannot be staged by this graph: {error}") from error
         self.executable = driver.bindings().CUgraphExec(graph.raw_cuda_graph_exec())
-        self.set_params = driver.bindings().cuGraphExecKernelNodeSetParams
         _copy_nodes.add(self)
 
     def clear(self) -> None:

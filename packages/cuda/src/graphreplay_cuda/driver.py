@@ -53,6 +53,17 @@ def call(name: str, *args: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results) or None
 
 
+def status_name(status: int) -> str:
+    """What the driver calls a status."""
+    return str(bindings().CUresult(status).name)
+
+
+@cache
+def address(name: str) -> int:
+    """Where a driver function lies, in the form of CUDA 12."""
+    return int(call("cuGetProcAddress", name.encode(), 12000, 0)[0])
+
+
 @cache
 def version() -> int:
     """The newest CUDA version that the driver serves, as 1000 * major + 10 * minor."""

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from graphreplay import BackendUnavailableError, GraphedForward
-from graphreplay_cuda import driver, streams
+from graphreplay_cuda import driver, native, streams
 from graphreplay_cuda.arguments import why_no_cuda
 from graphreplay_cuda.captured import CapturedForward, PoolState, capture
 
 
 class CUDAGraphedForward(GraphedForward):
     """GraphedForward on CUDA graphs. Arguments, calls and errors are those of GraphedForward."""
+
+    sight_of = staticmethod(native.sight_of)
 
     @classmethod
     def resolve_device(cls, device: torch.device) -> torch.device:

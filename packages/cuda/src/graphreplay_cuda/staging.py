@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from graphreplay import ConfigurationError
+from graphreplay.entry import NoMemoryError, require_memory
 from graphreplay.storage import extent, layout
 from graphreplay_cuda import driver, kernels
-from graphreplay_cuda.copynode import CopyNode, Table
+from graphreplay_cuda.copynode import CopyNode, Table, loader
 from graphreplay_cuda.errors import DriverError
 
 _PLAIN_TYPES = {Tensor, Parameter}
@@ -70,9 +71,8 @@ class Staging:
         self._by_node = _apart(self._static)[: kernels.CAPACITIES[-1]]
         self._rest = [p for p in range(len(self._static)) if p not in set(self._by_node)]
         with driver.relaxed():
-            self._table = Table(node.launches.device.index, [self._static[p] for p in self._by_node], node.hand_out)
-        self._pack, self._params = self._table.pack, self._table.params  # whose memory is the table's
-        self._nowhere = (0,) * (0 if node.hand_out is None else node.hand_out.count)
+            table = Table(node.launches.device.index, [self._static[p] for p in self._by_node], node.hand_out)
+        self._load = loader(node.executable, node.node, table)
         self._looks = _Looks(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
@@ -101,25 +101,31 @@ class Staging:
         with launches.lock:
             self._node.check()  # before anything changes
             launches.take_turn()
-            self.run(inputs, list(map(Tensor.data_ptr, inputs)), ())
+            self.run(inputs, ())
 
-    def run(self, inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-        """As ``launch``, for inputs whose bytes begin at these addresses; copies what the graph hands out to
-        ``outputs``, tensors of the same layouts, where none without elements stands for nowhere; or nowhere at all.
-        The caller has taken the graph's turn, and sees to it that no other thread does meanwhile."""
+    def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """As ``launch``, for a list or tuple; copies what the graph hands out to ``outputs``, a list or tuple of
+        tensors of the same layouts, where one without elements stands for nowhere; or nowhere at all. The caller has
+        taken the graph's turn, and sees to it that no other thread does meanwhile.
+
+        Raises:
+            NoMemoryError: an input was freed; nothing was launched.
+        """
         if not driver.thread.has_context:
             driver.ensure_context()
         node = self._node
         if node.closed:
             node.check()
         if self._rest:
+            require_memory(inputs)
             for position in self._rest:
                 self._static[position].copy_(inputs[position])
-            addresses = [addresses[p] for p in self._by_node]
-        self._pack(*addresses, *(map(Tensor.data_ptr, outputs) if outputs else self._nowhere))
-        (status,) = node.set_params(node.executable, node.node, self._params)
+            inputs = [inputs[p] for p in self._by_node]
+        status = self._load(inputs, outputs)
         if status:
-            raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {status.name}")
+            if status < 0:
+                raise NoMemoryError("an input was freed")
+            raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {driver.status_name(status)}")
         node.loaded = True
         node.replay()
 

@@ -35,8 +35,8 @@ class _Corrupted:
         static_inputs, static_outputs = inputs, outputs
         run, handing_out = self._graph.staging(inputs, ()), CopyPlan(outputs)
 
-        def launch(inputs: Sequence[Tensor], addresses: Sequence[int], outputs: Sequence[Tensor]) -> None:
-            run(inputs, addresses, ())
+        def launch(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+            run(inputs, ())
             self._spoil(static_inputs)
             handing_out.copy(outputs, static_outputs)
 

@@ -1,0 +1,38 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+def bind(
+    get_data_ptr: int, tensor_offset: int, tensor_base: type, add_watcher: int, watch: int, unwatch: int, /
+) -> None: ...
+def address(tensor: Tensor, /) -> int: ...
+def word(object: object, offset: int, /) -> int: ...
+
+class Loader:
+    def __init__(
+        self,
+        table: object,
+        sizes: int,
+        sources: int,
+        targets: int,
+        inputs: int,
+        outputs: int,
+        set_params: int,
+        executable: int,
+        node: int,
+        params: int,
+        /,
+    ) -> None: ...
+    def load(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], /) -> int: ...
+
+class Sight:
+    def __init__(
+        self,
+        look_alike: Callable[..., bool],
+        tensors: tuple[Tensor, ...],
+        dicts: tuple[dict[Any, Any], ...],
+        objects: tuple[Any, ...],
+        /,
+    ) -> None: ...
+    def lasts(self) -> bool: ...

@@ -1,0 +1,88 @@
+"""The compiled part of this package: what is asked of every tensor and dict in each call, asked in C.
+
+It works with any torch and any CPython from 3.11 on, since it finds out here what it has to know of them, and tries
+that. Where it cannot be had (no compiler when the package was built, a free-threaded Python, a torch that holds its
+tensors otherwise), calls take longer and do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from graphreplay import looks
+from graphreplay.stats import logger
+
+try:
+    from graphreplay_cuda import _native
+
+    missing: str | None = None
+except ImportError as error:
+    missing = f"it was not built: {error}"
+
+_OBJECT_HEAD = object.__basicsize__
+_DICT_VERSION = 24
+"""Where Python 3.11 has the version of a dict, see sight.c."""
+
+
+def _bind() -> str | None:
+    """Tells the compiled part what it has to know; returns why it cannot serve, or None."""
+    watchers = [0, 0, 0]
+    if sys.version_info >= (3, 12):
+        names = ("PyDict_AddWatcher", "PyDict_Watch", "PyDict_Unwatch")
+        watchers = [_address(getattr(ctypes.pythonapi, name)) for name in names]
+    else:
+        sample = {"a": 1}
+        if any(_native.word(sample, _DICT_VERSION) != looks.dict_version(sample) for sample["a"] in range(3)):
+            return "this Python has the versions of its dicts elsewhere"
+    try:
+        # Loaded already; this finds it by its path.
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        get_data_ptr = _address(library.aoti_torch_get_data_ptr)
+    except (OSError, AttributeError) as error:
+        return f"torch has no C interface to tensors: {error}"
+    base: Any = torch._C.TensorBase
+    samples = [torch.zeros(4), torch.zeros(4)[2:], Parameter(torch.zeros(2, 3)), torch.zeros(0)]
+    places = range(_OBJECT_HEAD, base.__basicsize__ - 7, 8)
+    found = [place for place in places if all(_native.word(t, place) == t._cdata for t in samples)]
+    if len(found) != 1:
+        return "no place of the tensor in its Python object"
+    _native.bind(get_data_ptr, found[0], base, *watchers)
+    if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
+        return "torch's C interface to tensors gives other addresses"
+    return None
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _compiled_sight_of(
+    tensors: Sequence[Tensor],
+    dicts: Sequence[dict[Any, Any]],
+    empty: Sequence[dict[Any, Any]],
+    objects: Sequence[Any],
+) -> Callable[[], bool]:
+    """As ``looks.sight_of``."""
+    return _native.Sight(looks.looks_of(tensors), tuple(tensors), (*dicts, *empty), tuple(objects)).lasts
+
+
+def loader(*layout: Any) -> Callable[[Sequence[Tensor], Sequence[Tensor]], int]:
+    """The ``load`` of a ``_native.Loader``; see loader.c."""
+    return _native.Loader(*layout).load
+
+
+missing = missing or _bind()
+"""Why the compiled part does not serve, or None where it does."""
+
+if missing is not None:
+    logger.info("graphreplay-cuda goes without its compiled part, so that calls take longer: %s", missing)
+
+sight_of: looks.SightOf = looks.sight_of if missing else _compiled_sight_of

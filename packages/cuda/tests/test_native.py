@@ -1,0 +1,396 @@
+"""The compiled part, and the Python that does the same where it is missing. No GPU is needed for it."""
+
+import ctypes
+import gc
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from graphreplay import ReferenceGraphedForward, looks
+from graphreplay.testing.contract import HiddenContract, LifeContract, StateContract, TurnsContract
+from graphreplay_cuda import copynode, driver, kernels, native
+from graphreplay_cuda.copynode import HandOut, Table
+
+compiled = pytest.mark.skipif(native.missing is not None, reason=f"no compiled part: {native.missing}")
+WAYS = ["python", pytest.param("compiled", marks=compiled)]
+"""Both are to give the same answers."""
+
+
+# ------------------------------------------------------------------------------------------- addresses
+
+
+def moved():
+    tensor = torch.zeros(3)
+    tensor.data = torch.ones(5)
+    return tensor
+
+
+def met_again():
+    """A tensor whose Python object was kept by C++ in between."""
+    weight = nn.Parameter(torch.ones(3))
+    (weight * 2).sum().backward()
+    address = weight.grad.data_ptr()
+    gc.collect()
+    assert weight.grad.data_ptr() == address
+    return weight.grad
+
+
+def freed():
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+TENSORS = {
+    "a tensor": lambda: torch.zeros(3),
+    "a view": lambda: torch.zeros(8)[3:],
+    "strided": lambda: torch.zeros(4, 4).t()[1:],
+    "a parameter": lambda: nn.Parameter(torch.zeros(3)),
+    "a buffer": lambda: nn.Buffer(torch.zeros(3)),
+    "no elements": lambda: torch.zeros(0),
+    "a scalar": lambda: torch.tensor(1),
+    "freed": freed,
+    "moved": moved,
+    "met again": met_again,
+    "of numpy": lambda: torch.from_numpy(torch.arange(6).numpy()),
+    "conjugated": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
+    "without memory": lambda: torch.zeros(3, device="meta"),
+    "of inference mode": lambda: torch.inference_mode()(torch.zeros)(3),
+    "with history": lambda: nn.Parameter(torch.zeros(3)) * 2,
+}
+
+
+@compiled
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+def test_addresses_are_those_of_torch(make):
+    tensor = make()
+    assert native._native.address(tensor) == tensor.data_ptr()
+
+
+@compiled
+@pytest.mark.parametrize("other", [None, 3, "x", object(), [torch.zeros(1)], torch.Tensor])
+def test_what_is_no_tensor_has_none(other):
+    with pytest.raises(TypeError, match="not a tensor"):
+        native._native.address(other)
+
+
+@compiled
+def test_a_tensor_without_one_address_is_refused():
+    with pytest.raises(RuntimeError, match="no address"):
+        native._native.address(torch.zeros(3).to_sparse())
+
+
+# ---------------------------------------------------------------------------------------------- sights
+
+
+class Other(nn.Linear):
+    pass
+
+
+class Sighted:
+    """What a sight is made of."""
+
+    def __init__(self):
+        self.layer = nn.Linear(2, 3)
+        self.tensors = [self.layer.weight, self.layer.bias, torch.zeros(4)]
+        self.dicts = [self.layer.__dict__, self.layer._parameters, {"a": 1}, OrderedDict(b=2)]
+        self.empty = [{}, OrderedDict(), self.layer._buffers]
+        self.objects = [self.layer, nn.ReLU()]
+
+    def sight(self, way):
+        make = looks.sight_of if way == "python" else native.sight_of
+        return make(self.tensors, self.dicts, self.empty, self.objects)
+
+
+def move(tensor):
+    tensor.data = tensor.data.clone()
+
+
+def put_back(held):
+    held["a"] = held.pop("a")
+
+
+CHANGES = {
+    "a tensor moves": lambda s: move(s.tensors[2]),
+    "a weight moves": lambda s: move(s.layer.weight),
+    "a tensor is seen otherwise": lambda s: s.tensors[2].t_().resize_(2, 2),
+    "a dtype": lambda s: setattr(s.tensors[2], "data", s.tensors[2].double()),
+    "requires_grad": lambda s: s.layer.bias.requires_grad_(False),
+    "freed": lambda s: s.tensors[2].untyped_storage().resize_(0),
+    "an item is set": lambda s: s.dicts[2].update(a=2),
+    "an item is added": lambda s: s.dicts[2].setdefault("b", 1),
+    "an item goes": lambda s: s.dicts[2].pop("a"),
+    "an item goes and is back": lambda s: put_back(s.dicts[2]),
+    "a dict is emptied": lambda s: s.dicts[2].clear(),
+    "an item of an ordered dict": lambda s: s.dicts[3].update(b=3),
+    "an ordered dict is emptied": lambda s: s.dicts[3].popitem(),
+    "an attribute is bound": lambda s: setattr(s.layer, "in_features", 5),
+    "an attribute is new": lambda s: setattr(s.layer, "new", 5),
+    "an attribute is deleted": lambda s: delattr(s.layer, "out_features"),
+    "training": lambda s: s.layer.eval(),
+    "another weight": lambda s: setattr(s.layer, "weight", nn.Parameter(torch.zeros(3, 2))),
+    "an empty one gets an item": lambda s: s.empty[0].update(a=1),
+    "an empty ordered one": lambda s: s.empty[1].update(a=1),
+    "a buffer": lambda s: s.layer.register_buffer("b", torch.zeros(1)),
+    "a class": lambda s: setattr(s.layer, "__class__", Other),
+}
+
+IRRELEVANT = {
+    "nothing": lambda s: None,
+    "in place": lambda s: s.layer.weight.data.add_(1),
+    "another dict": lambda s: {"a": 1}.update(a=2),
+    "another module": lambda s: nn.Linear(2, 2).eval(),
+    "the same object again": lambda s: s.dicts[2].update(a=s.dicts[2]["a"]),
+    "a copy of a dict": lambda s: s.dicts[2].copy().update(a=5),
+    "a gradient": lambda s: s.layer(torch.ones(2)).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_sight_tells_each_change(way, change):
+    seen = Sighted()
+    lasts = seen.sight(way)
+    assert lasts()
+    assert lasts()
+    CHANGES[change](seen)
+    assert not lasts()
+    assert not lasts()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", IRRELEVANT)
+def test_what_does_not_matter_is_no_change(way, change):
+    seen = Sighted()
+    lasts = seen.sight(way)
+    IRRELEVANT[change](seen)
+    assert lasts()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sight_of_nothing_lasts(way):
+    make = looks.sight_of if way == "python" else native.sight_of
+    assert make([torch.zeros(1)], [], [], [])()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sights_over_one_dict_know_nothing_of_each_other(way):
+    seen = Sighted()
+    first, second, third = seen.sight(way), seen.sight(way), seen.sight(way)
+    del second
+    gc.collect()
+    seen.dicts[2]["a"] = 7
+    assert not first()
+    assert not third()
+    assert seen.sight(way)(), "made anew, it sees what is"
+    del first, third
+    gc.collect()
+    last = seen.sight(way)
+    seen.dicts[2]["a"] = 8
+    assert not last()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sight_that_is_part_of_what_it_sees_can_be_collected(way):
+    seen = Sighted()
+    seen.layer.sight = seen.sight(way)
+    gone = weakref.ref(seen.layer)
+    del seen
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sight_keeps_what_it_sees(way):
+    seen = Sighted()
+    alive, lasts = weakref.ref(seen.layer), seen.sight(way)
+    del seen
+    gc.collect()
+    assert alive() is not None
+    assert lasts()
+    alive().eval()
+    assert not lasts()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sights_of_several_threads(way):
+    """Each tells of its own dicts, while others come and go."""
+    wrong = []
+
+    def work():
+        for turn in range(200):
+            seen = Sighted()
+            lasts = seen.sight(way)
+            if not lasts():
+                wrong.append("changed though nothing was")
+            seen.dicts[turn % 4]["in_features"] = turn + 1000
+            if lasts():
+                wrong.append("not changed")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@compiled
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda check: (check, (3,), (), ()),
+        lambda check: (check, (), ([],), ()),
+        lambda check: (check, [], (), ()),
+        lambda check: (check, (), (), [1]),
+        lambda check: (check, ()),
+    ],
+)
+def test_what_no_sight_is_made_of(bad):
+    with pytest.raises(TypeError):
+        native._native.Sight(*bad(lambda: True))
+
+
+@compiled
+def test_an_error_of_the_check_is_raised():
+    def fails(*tensors):
+        raise KeyError(len(tensors))
+
+    sight = native._native.Sight(fails, (torch.zeros(1),), (), ())
+    with pytest.raises(KeyError, match="1"):
+        sight.lasts()
+
+
+class CompiledSight(ReferenceGraphedForward):
+    sight_of = staticmethod(native.sight_of)
+
+
+@compiled
+class TestCompiledSight(StateContract, HiddenContract, LifeContract, TurnsContract):
+    """The contract where it is about modules, on the CPU, with the compiled sight."""
+
+    cls = CompiledSight
+    device = "cpu"
+
+
+# ---------------------------------------------------------------------------------------------- loader
+
+
+class Driver:
+    """Notes what the table says at each call that sets the parameters of the stage kernel."""
+
+    def __init__(self, monkeypatch, way):
+        self.seen, self.status = [], 0
+        function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        self._held = function(lambda *handles: self.set_params(*handles)[0])
+        monkeypatch.setattr(native, "missing", "tested without" if way == "python" else None)
+        monkeypatch.setattr(kernels, "stage", lambda index, capacity, outputs: None)
+        monkeypatch.setattr(kernels, "hand_out", lambda index, capacity: None)
+        monkeypatch.setattr(driver, "kernel_params", lambda *args: SimpleNamespace(getPtr=lambda: 33, __int__=None))
+        monkeypatch.setattr(driver, "address", lambda name: ctypes.cast(self._held, ctypes.c_void_p).value)
+        bindings = SimpleNamespace(
+            cuGraphExecKernelNodeSetParams=lambda executable, node, params: self.set_params(
+                executable, node, params.getPtr()
+            )
+        )
+        monkeypatch.setattr(driver, "bindings", lambda: bindings)
+
+    def set_params(self, executable, node, params):
+        assert (executable, node, params) == (11, 22, 33)
+        self.seen.append(self.table._words[:])
+        return (self.status,)
+
+    def loader(self, like, outputs):
+        noted = torch.zeros(64, dtype=torch.int64)
+        self.table = Table(0, like, HandOut(0, outputs, noted) if outputs else None)
+        return copynode.loader(11, 22, self.table)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("inputs", [0, 1, 4, 5, 128])
+@pytest.mark.parametrize("outputs", [0, 1, 5, 64])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_loaded_table_has_the_addresses(monkeypatch, way, inputs, outputs, kind):
+    device = Driver(monkeypatch, way)
+    room = next(n for n in kernels.CAPACITIES if n >= inputs)
+    places = next(n for n in kernels.OUTPUT_CAPACITIES if n >= outputs)
+    load = device.loader([torch.zeros(2) for _ in range(inputs)], [torch.zeros(3) for _ in range(outputs)])
+    before = device.table._words[:]
+    for turn in range(3):
+        given = kind(torch.zeros(2 + turn)[turn:] for _ in range(inputs))
+        made = kind(torch.zeros(3) for _ in range(outputs)) if turn != 1 else ()
+        assert load(given, made) == 0
+        words = device.seen.pop()
+        assert words[: 2 * room] == before[: 2 * room], "where inputs go, and how large they are"
+        assert words[2 * room : 3 * room] == [t.data_ptr() for t in given] + [0] * (room - inputs)
+        goes = [t.data_ptr() for t in made] if made else [0] * outputs
+        assert words[3 * room :] == goes + [0] * (places - outputs) + before[-1:]
+        assert not device.seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_freed_inputs_are_not_loaded_but_empty_ones(monkeypatch, way):
+    device = Driver(monkeypatch, way)
+    load = device.loader([torch.zeros(3), torch.zeros(0)], [torch.zeros(3)])
+    assert load([freed(), torch.zeros(0)], [torch.zeros(3)]) == -1
+    assert not device.seen
+    assert load([torch.zeros(3), torch.zeros(0)], [torch.zeros(0)]) == 0
+    (words,) = device.seen
+    assert words[9] == 0
+    assert words[12] == 0, "an output without elements goes nowhere"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_status_of_the_driver_is_returned(monkeypatch, way):
+    device = Driver(monkeypatch, way)
+    load = device.loader([torch.zeros(3)], [])
+    device.status = 719
+    assert load([torch.zeros(3)], ()) == 719
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "error"),
+    [
+        ([torch.zeros(3)] * 2, (), ValueError),
+        ([], (), ValueError),
+        ([torch.zeros(3)], [torch.zeros(3)] * 2, ValueError),
+        ([None], (), TypeError),
+        (torch.zeros(1, 3), (), TypeError),
+        ([torch.zeros(3)], {}, TypeError),
+    ],
+)
+def test_what_cannot_be_loaded(monkeypatch, inputs, outputs, error):
+    device = Driver(monkeypatch, "compiled")
+    load = device.loader([torch.zeros(3)], [torch.zeros(3)])
+    with pytest.raises(error):
+        load(inputs, outputs)
+    assert not device.seen
+
+
+# --------------------------------------------------------------------------------------------- binding
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("word", lambda thing, offset: thing._cdata if isinstance(thing, torch.Tensor) else -1, "elsewhere"),
+        ("word", lambda thing, offset: looks.dict_version(thing) if type(thing) is dict else 0, "no place"),
+        ("address", lambda tensor: 1, "other addresses"),
+    ],
+)
+def test_a_torch_or_python_that_is_otherwise_is_told(monkeypatch, name, value, why):
+    if why == "elsewhere" and sys.version_info >= (3, 12):
+        pytest.skip("this Python watches dicts")
+    real = native._native
+    fake = SimpleNamespace(word=real.word, address=real.address, bind=lambda *args: None)
+    setattr(fake, name, value)
+    monkeypatch.setattr(native, "_native", fake)
+    assert why in native._bind()
