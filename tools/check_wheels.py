@@ -4,6 +4,7 @@ Run as `python tools/check_wheels.py dist`.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,11 @@ assert cls(print, device="cpu", reference=True).enabled
 """
 
 CUDA_IMPORTS = "import graphreplay_cuda"
+
+CUDA_IS_COMPILED = """
+from graphreplay_cuda import native
+assert native.missing is None, native.missing
+"""
 
 XPU_NAMES_ITS_PACKAGE = """
 import graphreplay, importlib.util
@@ -172,6 +178,10 @@ def check_all(dist: Path, temporary: Path) -> None:
 
     check("the CUDA backend installs beside it", lambda: install(cuda))
     check_code("graphreplay_cuda imports", CUDA_IMPORTS)
+    if shutil.which("cc"):
+        check_code("its compiled part is there", CUDA_IS_COMPILED)
+    else:
+        print("skipped          its compiled part is there: this machine has no C compiler", flush=True)
     check_code('"cuda" asks for a GPU', CUDA_NEEDS_A_GPU)
 
 

@@ -136,8 +136,10 @@ static PyObject *lasts(PyObject *object, PyObject *nothing)
             Py_RETURN_FALSE;
     for (Py_ssize_t i = 0; i < self->n_tensors; i++) {
         uint64_t address;
-        if (address_of(PyTuple_GetItem(self->tensors, i), &address))
-            return NULL;
+        if (address_of(PyTuple_GetItem(self->tensors, i), &address)) {
+            PyErr_Clear(); /* it had one */
+            Py_RETURN_FALSE;
+        }
         if (address != self->addresses[i])
             Py_RETURN_FALSE;
     }

@@ -36,8 +36,8 @@ def _bind() -> str | None:
     """Tells the compiled part what it has to know; returns why it cannot serve, or None."""
     watchers = [0, 0, 0]
     if sys.version_info >= (3, 12):
-        names = ("PyDict_AddWatcher", "PyDict_Watch", "PyDict_Unwatch")
-        watchers = [_address(getattr(ctypes.pythonapi, name)) for name in names]
+        api = ctypes.pythonapi
+        watchers = list(map(_address, (api.PyDict_AddWatcher, api.PyDict_Watch, api.PyDict_Unwatch)))
     else:
         sample = {"a": 1}
         if any(_native.word(sample, _DICT_VERSION) != looks.dict_version(sample) for sample["a"] in range(3)):
@@ -54,7 +54,10 @@ def _bind() -> str | None:
     found = [place for place in places if all(_native.word(t, place) == t._cdata for t in samples)]
     if len(found) != 1:
         return "no place of the tensor in its Python object"
-    _native.bind(get_data_ptr, found[0], base, *watchers)
+    try:
+        _native.bind(get_data_ptr, found[0], base, *watchers)
+    except RuntimeError as error:  # there are eight watchers of dicts for all
+        return str(error)
     if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
         return "torch's C interface to tensors gives other addresses"
     return None
