@@ -98,8 +98,8 @@ class Capture:
             set_current_capture(self)
             self._scope = scope.pop_all()
 
-    def end(self) -> torch.cuda.CUDAGraph:
-        """Ends and instantiates it.
+    def end(self, *, instantiate: bool) -> torch.cuda.CUDAGraph:
+        """Ends it, and instantiates the graph if asked to.
 
         Raises:
             CaptureError: something in it cannot be captured. It is given up; everything is as before.
@@ -115,7 +115,8 @@ class Capture:
         self._pool.capture_over()
         try:
             self._leave_stream()
-            self._graph.instantiate()
+            if instantiate:
+                self._graph.instantiate()
         except BaseException as error:
             self._pool.leave(self._graph.reset)
             if isinstance(error, RuntimeError):

@@ -76,6 +76,7 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
             allocator and the random generator are as before.
     """
     captured = CUDAGraph()
+    captured._is_staged_next = True
     with graph(captured, pool.handle, pool.capture_stream, "thread_local"):
         before = torch.cuda.memory_reserved(pool.device)
         # Before the forward, so that none of its tensors comes to lie here; and as a storage, since a tensor is filled

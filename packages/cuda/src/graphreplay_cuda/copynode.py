@@ -157,7 +157,7 @@ class CopyNode:
                     driver.put_behind(graph.raw_cuda_graph(), hand_out.params)
                 graph.instantiate()
         except (DriverError, RuntimeError) as error:
-            raise CaptureError(f"inputs cannot be staged by this graph: {error}") from error
+            raise CaptureError(f"the graph could not be instantiated with its copy kernels: {error}") from error
         self.executable = driver.bindings().CUgraphExec(graph.raw_cuda_graph_exec())
         _copy_nodes.add(self)
 

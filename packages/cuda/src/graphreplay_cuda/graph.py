@@ -56,6 +56,9 @@ class CUDAGraph(ConditionalNodes):
         self._hand_out: HandOut | None = None
         self._process = 0
         self._verbose = False
+        self._is_staged_next = False
+        """Whether ``staging`` follows each capture, which instantiates the graph with its copy kernels: once is
+        enough."""
 
     # ---------------------------------------------------------------------------------------- capture
 
@@ -118,7 +121,7 @@ class CUDAGraph(ConditionalNodes):
                 "end_capture_to_conditional_node() first, or reset() to give the capture up"
             )
         self._capture = None
-        self._graph = capture.end()
+        self._graph = capture.end(instantiate=not self._is_staged_next)
         self._keep_alive = capture.keep_alive
 
     def instantiate(self) -> None:
