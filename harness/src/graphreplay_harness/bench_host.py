@@ -23,6 +23,7 @@ from graphreplay.plan import Plan
 from graphreplay.request import Key
 from graphreplay.signature import flatten
 from graphreplay.weights import ModuleWatch
+from graphreplay_cuda import CUDAGraphedForward
 from graphreplay_harness.bench_handmade import leaves
 
 COUNTS = (1, 15, 64)
@@ -71,7 +72,10 @@ def _launch_nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
 
 
 class IdleGraphedForward(ReferenceGraphedForward):
-    """The reference backend with graphs that do nothing when they are replayed."""
+    """The reference backend with graphs that do nothing when they are replayed, which looks at modules as the CUDA
+    backend does."""
+
+    sight_of = staticmethod(CUDAGraphedForward.sight_of)
 
     def _capture_graph(self, forward: Callable[[], Any]) -> Any:
         graph, outputs = super()._capture_graph(forward)
@@ -146,7 +150,7 @@ def _cache_put() -> HostCase:
 
 
 def _module_check() -> HostCase:
-    watch = ModuleWatch(_module())
+    watch = ModuleWatch(_module(), CUDAGraphedForward.sight_of)
     watch.changed()  # which looks closely at first, and is quick from then on
     return HostCase(watch.changed, lambda: watch.is_untouched())
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from graphreplay_cuda import native
+
 
 def parser(prog: str, description: str, repeats: int) -> argparse.ArgumentParser:
     """Options of every benchmark: ``--repeats`` and ``--json``."""
@@ -57,6 +59,7 @@ def versions(device: str = "cuda") -> dict[str, str | None]:
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "graphreplay-cuda": version("graphreplay-cuda"),
+        "compiled part": f"missing: {native.missing}" if native.missing else "there",
     }
 
 
