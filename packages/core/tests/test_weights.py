@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphreplay import ReferenceGraphedForward
+from graphreplay import ReferenceGraphedForward, looks
 from graphreplay.attributes import AttributeSnapshot, StatefulForwardError, attributes_kept
 from graphreplay.behind import modules_behind
 from graphreplay.looks import dict_version
@@ -644,3 +644,10 @@ def test_sets_are_compared_without_their_order():
     assert module.names == {0, 8}
     module.names.add(8.0)  # equal to what is there, so that nothing is added
     assert before.changed() is None
+
+
+def test_a_python_whose_dicts_do_not_tell_of_attributes_is_refused(monkeypatch):
+    looks.require_versions()
+    monkeypatch.setattr(looks, "dict_version", lambda held: len(held))  # as Python 3.13.0, but for new attributes
+    with pytest.raises(ImportError, match=r"when the attributes of a module change; take Python 3\.13\.1 or later"):
+        looks.require_versions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
@@ -12,6 +13,29 @@ from torch import Tensor
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 """A number that no dict has twice, nor two dicts in common: each change to one gives it another, of its order excepted.
 From Python 3.12 on torch watches such a dict for good, so ask for dicts of modules only."""
+
+
+def require_versions() -> None:
+    """Raises ImportError where attributes change without their dict having another version, so that a module could
+    change unnoticed: in Python 3.13.0 (CPython issue 125608, mended in 3.13.1)."""
+
+    class Sample:
+        attribute = 0
+
+    sample = Sample()
+    versions = []
+    for sample.attribute in range(2):
+        versions.append(dict_version(sample.__dict__))
+    sample.other = 1  # type: ignore[attr-defined]
+    versions.append(dict_version(sample.__dict__))
+    if len(set(versions)) < len(versions):
+        raise ImportError(
+            f"graphreplay cannot tell under Python {platform.python_version()} when the attributes of a module change; "
+            "take Python 3.13.1 or later, or 3.11 or 3.12"
+        )
+
+
+require_versions()
 
 
 def looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
