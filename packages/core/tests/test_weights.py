@@ -646,6 +646,12 @@ def test_sets_are_compared_without_their_order():
     assert before.changed() is None
 
 
+def test_a_nested_buffer_cannot_be_watched():
+    model = Model()
+    model.register_buffer("rows", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    assert ModuleWatch(model).refusal == "weight rows is a Tensor that is nested, whose memory cannot be watched"
+
+
 def test_a_python_whose_dicts_do_not_tell_of_attributes_is_refused(monkeypatch):
     looks.require_versions()
     monkeypatch.setattr(looks, "dict_version", lambda held: len(held))  # as Python 3.13.0, but for new attributes

@@ -4,23 +4,26 @@
 
 /* Of AOTInductor's C interface, which torch keeps stable: a handle is the address of an at::Tensor. */
 typedef int32_t (*get_data_ptr_t)(void *tensor, void **data);
+typedef int32_t (*get_storage_size_t)(void *tensor, int64_t *bytes);
 
 static get_data_ptr_t get_data_ptr;
+static get_storage_size_t get_storage_size;
 static Py_ssize_t tensor_offset; /* of the at::Tensor within its Python object */
 static PyTypeObject *tensor_base;
 
 int address_of(PyObject *tensor, uint64_t *address)
 {
-    void *data = NULL;
+    void *handle = (char *)tensor + tensor_offset, *data = NULL;
+    int64_t bytes = 0;
     if (!PyType_IsSubtype(Py_TYPE(tensor), tensor_base)) {
         PyErr_SetString(PyExc_TypeError, "not a tensor");
         return -1;
     }
-    if (get_data_ptr((char *)tensor + tensor_offset, &data)) {
+    if (get_data_ptr(handle, &data) || get_storage_size(handle, &bytes)) {
         PyErr_SetString(PyExc_RuntimeError, "a tensor whose memory has no address");
         return -1;
     }
-    *address = (uint64_t)(uintptr_t)data;
+    *address = bytes ? (uint64_t)(uintptr_t)data : 0; /* a view of freed memory points to its offset */
     return 0;
 }
 
@@ -31,12 +34,13 @@ PyObject *item_of(PyObject *sequence, Py_ssize_t position)
 
 static PyObject *bind(PyObject *module, PyObject *args)
 {
-    unsigned long long function, add_watcher, watch, unwatch;
+    unsigned long long data_ptr, storage_size, add_watcher, watch, unwatch;
     PyObject *base;
-    if (!PyArg_ParseTuple(args, "KnO!KKK", &function, &tensor_offset, &PyType_Type, &base, &add_watcher, &watch,
-                          &unwatch))
+    if (!PyArg_ParseTuple(args, "KKnO!KKK", &data_ptr, &storage_size, &tensor_offset, &PyType_Type, &base,
+                          &add_watcher, &watch, &unwatch))
         return NULL;
-    get_data_ptr = (get_data_ptr_t)(uintptr_t)function;
+    get_data_ptr = (get_data_ptr_t)(uintptr_t)data_ptr;
+    get_storage_size = (get_storage_size_t)(uintptr_t)storage_size;
     Py_INCREF(base);
     tensor_base = (PyTypeObject *)base;
     if (add_watcher && watch_by((add_watcher_t)(uintptr_t)add_watcher, (watch_t)(uintptr_t)watch,
@@ -62,9 +66,9 @@ static PyObject *word(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(get_data_ptr, tensor_offset, tensor_base, add_watcher, watch, unwatch): comes before all else. Functions are "
-     "addresses; the last three are 0 where this Python has no watchers."},
-    {"address", address, METH_O, "The address of a tensor's bytes, as data_ptr() gives it."},
+     "bind(get_data_ptr, get_storage_size, tensor_offset, tensor_base, add_watcher, watch, unwatch): comes before all "
+     "else. Functions are addresses; the last three are 0 where this Python has no watchers."},
+    {"address", address, METH_O, "The address of a tensor's bytes, as data_ptr() gives it; 0 if its storage was freed."},
     {"word", word, METH_VARARGS, "word(object, offset): the eight bytes of an object at an offset within it."},
     {NULL, NULL, 0, NULL},
 };
@@ -76,7 +80,7 @@ static PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module && (add_sight(module) || add_loader(module))) {
+    if (module && (add_sight(module) || add_loader(module) || PyModule_AddIntMacro(module, INTERFACE))) {
         Py_DECREF(module);
         return NULL;
     }

@@ -7,7 +7,11 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* Where the bytes of a tensor begin, 0 if it has none. Returns -1 with an exception set if it is no tensor. */
+/* Goes up, here and in native.py, with each change of what this part takes, or does: an older build may lie about. */
+#define INTERFACE 1
+
+/* Where the bytes of a tensor begin, 0 if it has none, or its storage was freed. Returns -1 with an exception set if it
+ * is no tensor. */
 int address_of(PyObject *tensor, uint64_t *address);
 
 /* An item of a list or tuple, borrowed. */
@@ -17,8 +21,12 @@ PyObject *item_of(PyObject *sequence, Py_ssize_t position);
 int add_sight(PyObject *module);
 int add_loader(PyObject *module);
 
-/* Has sights be told of changed dicts by CPython's watchers, from Python 3.12 on; see sight.c. */
+/* Watching dicts, from Python 3.12 on; see watched.c. The first names the functions of CPython for it, and the others
+ * set a flag once a dict changes, as long as that is watched. Those that return -1 have set an exception. */
 typedef int (*watch_t)(int watcher, PyObject *dict);
 typedef int (*on_change_t)(int event, PyObject *dict, PyObject *key, PyObject *value);
 typedef int (*add_watcher_t)(on_change_t on_change);
 int watch_by(add_watcher_t add_watcher, watch_t watch, watch_t unwatch);
+int dicts_are_watched(void);
+int watch_dict(PyObject *dict, int *touched);
+void unwatch_dict(PyObject *dict, int *touched);

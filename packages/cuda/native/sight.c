@@ -1,58 +1,23 @@
 /* Sight: what tensors, dicts and objects are like, soon compared; see sight_of in graphreplay.looks.
  *
- * Dicts that change are told of by CPython's watchers from Python 3.12 on; Python 3.11 has a number in each dict that
- * changes with it. All of it happens with the interpreter's lock held. */
+ * Dicts that change are told of from Python 3.12 on; Python 3.11 has a number in each dict that changes with it. All of
+ * it happens with the interpreter's lock held. */
 
 #include "native.h"
 
-#include <stdlib.h>
-
 #define VERSION_OFFSET 24 /* of ma_version_tag in PyDictObject of Python 3.11 */
 
-typedef struct Sight {
+typedef struct {
     PyObject_HEAD
     PyObject *look_alike; /* the check of torch's guards */
-    PyObject *tensors, *objects, *dicts; /* tuples */
-    Py_ssize_t n_tensors, n_objects, n_dicts;
+    PyObject *tensors, *dicts, *objects; /* tuples */
+    Py_ssize_t n_tensors, n_dicts, n_objects;
+    Py_ssize_t n_watched, n_classes; /* how many of them are watched, or kept, by now */
     uint64_t *addresses;
-    PyTypeObject **classes;
-    PyObject **watched; /* the dicts, by address */
-    uint64_t *versions; /* of the dicts, where there are no watchers */
+    PyObject **classes; /* of the objects */
+    uint64_t *versions; /* of the dicts, where they are not watched */
     int touched;
-    struct Sight *next, *previous;
 } Sight;
-
-static int watcher = -1;
-static watch_t watch, unwatch;
-static Sight *sights; /* those whose dicts are watched */
-
-static int by_address(const void *a, const void *b)
-{
-    uintptr_t x = *(uintptr_t *)a, y = *(uintptr_t *)b;
-    return (x > y) - (x < y);
-}
-
-static int has(Sight *sight, PyObject *dict)
-{
-    return bsearch(&dict, sight->watched, sight->n_dicts, sizeof dict, by_address) != NULL;
-}
-
-/* Called by CPython as a watched dict is about to change. */
-static int on_change(int event, PyObject *dict, PyObject *key, PyObject *value)
-{
-    for (Sight *sight = sights; sight; sight = sight->next)
-        if (!sight->touched && has(sight, dict))
-            sight->touched = 1;
-    return 0;
-}
-
-int watch_by(add_watcher_t add_watcher, watch_t watch_function, watch_t unwatch_function)
-{
-    watch = watch_function;
-    unwatch = unwatch_function;
-    watcher = add_watcher(on_change);
-    return watcher < 0 ? -1 : 0;
-}
 
 static uint64_t version_of(PyObject *dict)
 {
@@ -63,27 +28,21 @@ static uint64_t version_of(PyObject *dict)
 static int note(Sight *self)
 {
     for (Py_ssize_t i = 0; i < self->n_dicts; i++) {
-        self->watched[i] = PyTuple_GetItem(self->dicts, i);
-        if (!PyDict_Check(self->watched[i])) {
+        PyObject *dict = PyTuple_GetItem(self->dicts, i);
+        if (!PyDict_Check(dict)) {
             PyErr_SetString(PyExc_TypeError, "not a dict");
             return -1;
         }
-    }
-    qsort(self->watched, self->n_dicts, sizeof *self->watched, by_address);
-    if (watcher >= 0) {
-        self->next = sights;
-        if (sights)
-            sights->previous = self;
-        sights = self;
-    }
-    for (Py_ssize_t i = 0; i < self->n_dicts; i++) {
-        if (watcher < 0)
-            self->versions[i] = version_of(self->watched[i]);
-        else if (watch(watcher, self->watched[i]))
+        if (!dicts_are_watched())
+            self->versions[i] = version_of(dict);
+        else if (watch_dict(dict, &self->touched))
             return -1;
+        else
+            self->n_watched++;
     }
-    for (Py_ssize_t i = 0; i < self->n_objects; i++)
-        self->classes[i] = Py_TYPE(PyTuple_GetItem(self->objects, i));
+    for (; self->n_classes < self->n_objects; self->n_classes++)
+        self->classes[self->n_classes] =
+            Py_NewRef((PyObject *)Py_TYPE(PyTuple_GetItem(self->objects, self->n_classes)));
     for (Py_ssize_t i = 0; i < self->n_tensors; i++)
         if (address_of(PyTuple_GetItem(self->tensors, i), &self->addresses[i]))
             return -1;
@@ -107,15 +66,14 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->n_dicts = PyTuple_Size(dicts);
     self->n_objects = PyTuple_Size(objects);
     /* One block: an answer reads it from end to end. */
-    Py_ssize_t words = self->n_tensors + self->n_objects + 2 * self->n_dicts;
+    Py_ssize_t words = self->n_tensors + self->n_objects + self->n_dicts;
     self->addresses = PyMem_Calloc(words + 1, sizeof(uint64_t));
     if (!self->addresses) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    self->classes = (PyTypeObject **)(self->addresses + self->n_tensors);
+    self->classes = (PyObject **)(self->addresses + self->n_tensors);
     self->versions = (uint64_t *)(self->classes + self->n_objects);
-    self->watched = (PyObject **)(self->versions + self->n_dicts);
     if (note(self)) {
         Py_DECREF(self);
         return NULL;
@@ -123,27 +81,33 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static PyObject *lasts(PyObject *object, PyObject *nothing)
+static int is_as_noted(Sight *self)
 {
-    Sight *self = (Sight *)object;
     if (self->touched)
-        Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < self->n_dicts && watcher < 0; i++)
-        if (version_of(self->watched[i]) != self->versions[i])
-            Py_RETURN_FALSE;
+        return 0;
+    for (Py_ssize_t i = 0; i < self->n_dicts && !dicts_are_watched(); i++)
+        if (version_of(PyTuple_GetItem(self->dicts, i)) != self->versions[i])
+            return 0;
     for (Py_ssize_t i = 0; i < self->n_objects; i++)
-        if (Py_TYPE(PyTuple_GetItem(self->objects, i)) != self->classes[i])
-            Py_RETURN_FALSE;
+        if ((PyObject *)Py_TYPE(PyTuple_GetItem(self->objects, i)) != self->classes[i])
+            return 0;
     for (Py_ssize_t i = 0; i < self->n_tensors; i++) {
         uint64_t address;
         if (address_of(PyTuple_GetItem(self->tensors, i), &address)) {
             PyErr_Clear(); /* it had one */
-            Py_RETURN_FALSE;
+            return 0;
         }
         if (address != self->addresses[i])
-            Py_RETURN_FALSE;
+            return 0;
     }
-    return PyObject_Call(self->look_alike, self->tensors, NULL);
+    return 1;
+}
+
+static PyObject *lasts(PyObject *object, PyObject *nothing)
+{
+    Sight *self = (Sight *)object;
+    /* No Py_RETURN_FALSE: as built for 3.11 it counts a reference to what 3.12 takes for immortal. */
+    return is_as_noted(self) ? PyObject_Call(self->look_alike, self->tensors, NULL) : PyBool_FromLong(0);
 }
 
 static int traverse(PyObject *object, visitproc visit, void *arg)
@@ -154,6 +118,8 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->tensors);
     Py_VISIT(self->dicts);
     Py_VISIT(self->objects);
+    for (Py_ssize_t i = 0; i < self->n_classes; i++)
+        Py_VISIT(self->classes[i]);
     return 0;
 }
 
@@ -162,21 +128,10 @@ static void dealloc(PyObject *object)
     Sight *self = (Sight *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    if (sights == self || self->previous) { /* in the list of those whose dicts are watched */
-        if (self->next)
-            self->next->previous = self->previous;
-        if (self->previous)
-            self->previous->next = self->next;
-        else
-            sights = self->next;
-        for (Py_ssize_t i = 0; i < self->n_dicts; i++) {
-            Sight *other = sights;
-            while (other && !has(other, self->watched[i]))
-                other = other->next;
-            if (!other)
-                unwatch(watcher, self->watched[i]);
-        }
-    }
+    for (Py_ssize_t i = 0; i < self->n_watched; i++)
+        unwatch_dict(PyTuple_GetItem(self->dicts, i), &self->touched);
+    for (Py_ssize_t i = 0; i < self->n_classes; i++)
+        Py_DECREF(self->classes[i]);
     PyMem_Free(self->addresses);
     Py_XDECREF(self->look_alike);
     Py_XDECREF(self->tensors);

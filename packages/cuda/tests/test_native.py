@@ -7,12 +7,14 @@ import threading
 import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from graphreplay import ReferenceGraphedForward, looks
+from graphreplay.storage import is_freed
 from graphreplay.testing.contract import HiddenContract, LifeContract, StateContract, TurnsContract
 from graphreplay_cuda import copynode, driver, kernels, native
 from graphreplay_cuda.copynode import HandOut, Table
@@ -41,8 +43,8 @@ def met_again():
     return weight.grad
 
 
-def freed():
-    tensor = torch.zeros(3)
+def freed(offset=0):
+    tensor = torch.zeros(3 + offset)[offset:]
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -56,6 +58,7 @@ TENSORS = {
     "no elements": lambda: torch.zeros(0),
     "a scalar": lambda: torch.tensor(1),
     "freed": freed,
+    "a view that was freed": lambda: freed(2),
     "moved": moved,
     "met again": met_again,
     "of numpy": lambda: torch.from_numpy(torch.arange(6).numpy()),
@@ -70,7 +73,7 @@ TENSORS = {
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 def test_addresses_are_those_of_torch(make):
     tensor = make()
-    assert native._native.address(tensor) == tensor.data_ptr()
+    assert native._native.address(tensor) == (0 if is_freed(tensor) else tensor.data_ptr())
 
 
 @compiled
@@ -98,7 +101,8 @@ class Sighted:
 
     def __init__(self):
         self.layer = nn.Linear(2, 3)
-        self.tensors = [self.layer.weight, self.layer.bias, torch.zeros(4)]
+        self.view = torch.zeros(8)[3:]
+        self.tensors = [self.layer.weight, self.layer.bias, torch.zeros(4), self.view]
         self.dicts = [self.layer.__dict__, self.layer._parameters, {"a": 1}, OrderedDict(b=2)]
         self.empty = [{}, OrderedDict(), self.layer._buffers]
         self.objects = [self.layer, nn.ReLU()]
@@ -138,6 +142,7 @@ CHANGES = {
     "an empty one gets an item": lambda s: s.empty[0].update(a=1),
     "an empty ordered one": lambda s: s.empty[1].update(a=1),
     "a buffer": lambda s: s.layer.register_buffer("b", torch.zeros(1)),
+    "freed behind an offset": lambda s: s.view.untyped_storage().resize_(0),
     "a class": lambda s: setattr(s.layer, "__class__", Other),
 }
 
@@ -177,6 +182,46 @@ def test_what_does_not_matter_is_no_change(way, change):
 def test_a_sight_of_nothing_lasts(way):
     make = looks.sight_of if way == "python" else native.sight_of
     assert make([torch.zeros(1)], [], [], [])()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dict_that_was_to_be_empty_is_not(way):
+    seen = Sighted()
+    seen.empty[0]["a"] = 1
+    assert not seen.sight(way)()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_with_the_address_of_another(way):
+    seen, first = Sighted(), type("First", (nn.ReLU,), {})
+    seen.objects[1].__class__ = first
+    lasts = seen.sight(way)
+    assert lasts()
+    seen.objects[1].__class__ = nn.ReLU
+    alive = weakref.ref(first)
+    del first
+    gc.collect()
+    assert alive() is not None, "the sight keeps it, so that no other class gets its address"
+    assert not lasts()
+    del lasts
+    gc.collect()
+    assert alive() is None
+
+
+@compiled
+def test_answers_count_no_references():
+    """Of True and False, which no one frees: built for Python 3.11, they would count all the same on 3.12."""
+    seen = Sighted()
+    lasts, stale, outside = seen.sight("compiled"), seen.sight("compiled"), Sighted()
+    changed = outside.sight("compiled")
+    outside.dicts[2]["a"] = 2
+    things = (True, False, None, seen.tensors[0], seen.dicts[0], nn.Linear)
+    before = list(map(sys.getrefcount, things))
+    for _ in range(10_000):
+        lasts()
+        changed()
+    assert max(abs(now - was) for now, was in zip(map(sys.getrefcount, things), before, strict=True)) < 100
+    assert stale()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -335,10 +380,11 @@ def test_a_loaded_table_has_the_addresses(monkeypatch, way, inputs, outputs, kin
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_freed_inputs_are_not_loaded_but_empty_ones(monkeypatch, way):
+@pytest.mark.parametrize("offset", [0, 2])
+def test_freed_inputs_are_not_loaded_but_empty_ones(monkeypatch, way, offset):
     device = Driver(monkeypatch, way)
     load = device.loader([torch.zeros(3), torch.zeros(0)], [torch.zeros(3)])
-    assert load([freed(), torch.zeros(0)], [torch.zeros(3)]) == -1
+    assert load([freed(offset), torch.zeros(0)], [torch.zeros(3)]) == -1
     assert not device.seen
     assert load([torch.zeros(3), torch.zeros(0)], [torch.zeros(0)]) == 0
     (words,) = device.seen
@@ -384,13 +430,29 @@ def test_what_cannot_be_loaded(monkeypatch, inputs, outputs, error):
         ("word", lambda thing, offset: thing._cdata if isinstance(thing, torch.Tensor) else -1, "elsewhere"),
         ("word", lambda thing, offset: looks.dict_version(thing) if type(thing) is dict else 0, "no place"),
         ("address", lambda tensor: 1, "other addresses"),
+        ("INTERFACE", 0, "was built for another version of this package"),
+        ("bind", Mock(side_effect=RuntimeError("no more dict watcher IDs available")), "no more dict watcher IDs"),
     ],
 )
 def test_a_torch_or_python_that_is_otherwise_is_told(monkeypatch, name, value, why):
     if why == "elsewhere" and sys.version_info >= (3, 12):
         pytest.skip("this Python watches dicts")
     real = native._native
-    fake = SimpleNamespace(word=real.word, address=real.address, bind=lambda *args: None)
+    fake = SimpleNamespace(INTERFACE=real.INTERFACE, word=real.word, address=real.address, bind=lambda *args: None)
     setattr(fake, name, value)
     monkeypatch.setattr(native, "_native", fake)
     assert why in native._bind()
+
+
+def test_what_is_missing_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(native, "missing", None)
+    native.warn_if_missing.cache_clear()
+    native.warn_if_missing()
+    assert not caplog.records
+    monkeypatch.setattr(native, "missing", "it was not built")
+    native.warn_if_missing.cache_clear()
+    for _ in range(2):
+        native.warn_if_missing()
+    (record,) = caplog.records
+    assert record.getMessage().endswith("so that calls take longer: it was not built")
+    native.warn_if_missing.cache_clear()

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Generator, Tensor
 
 from graphreplay.request import Key
-from graphreplay.storage import CopyPlan, maker_of, overlap_across_storages, storage_ids
+from graphreplay.storage import CopyPlan, any_freed, maker_of, overlap_across_storages, storage_ids
 from graphreplay.tree import check_rebuilt, rebuilder, replace_tensors
 
 
@@ -40,14 +40,12 @@ class Graph(Protocol):
 
 
 class NoMemoryError(Exception):
-    """A tensor has elements and no memory, as after ``untyped_storage().resize_(0)``."""
+    """A tensor was freed by resizing its storage."""
 
 
 def require_memory(tensors: Sequence[Tensor]) -> None:
-    """Raises:
-    NoMemoryError: one of them has elements and no memory.
-    """
-    if not all(map(Tensor.data_ptr, tensors)) and any(t.numel() and not t.data_ptr() for t in tensors):
+    """Raises NoMemoryError where one of them was freed."""
+    if any_freed(tensors):
         raise NoMemoryError("a kwarg has no memory")
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from graphreplay.ambient import Ambient, State
 from graphreplay.errors import ConfigurationError, UnsupportedLeafError
 from graphreplay.signature import Signature, explain, flatten
-from graphreplay.storage import sharing_pattern, storage_ids
-from graphreplay.tree import path_of
+from graphreplay.storage import any_freed, sharing_pattern, storage_ids
+from graphreplay.tree import path_of, tensors
 
 if TYPE_CHECKING:
     from graphreplay.state import GraphStore
@@ -173,9 +173,9 @@ def keyed(
     try:
         signature, leaves = store._flatten(kwargs)
         ids = storage_ids(leaves)
+        if any_freed(leaves):
+            tensors(kwargs)  # refuses it by its path
         for leaf in leaves:
-            if not leaf.data_ptr() and leaf.numel():
-                return f"{path_of(leaf, kwargs)} has no memory"
             if leaf.device != store.device:
                 where = path_of(leaf, kwargs)
                 return f"{where} is on {leaf.device}, and the graphs are on {store.device}; move it there"

@@ -37,6 +37,7 @@ from graphreplay.plan import MAX_PLANS, Plan
 from graphreplay.request import CallOptions, Request, keyed, share_nothing
 from graphreplay.state import GraphStore, forks, free
 from graphreplay.stats import logger
+from graphreplay.storage import any_freed
 from graphreplay.together import Alone, Failure
 from graphreplay.verify import EagerTwin
 
@@ -168,7 +169,7 @@ class Road(GraphStore):
         self, plan: Plan, leaves: Sequence[Tensor], kwargs: dict[str, Any], options: CallOptions
     ) -> Request | None:
         """The request of a call that a plan has recognized, or None where a kwarg has no memory."""
-        return Request(kwargs, options, leaves, plan.key, plan.state) if all(map(Tensor.data_ptr, leaves)) else None
+        return None if any_freed(leaves) else Request(kwargs, options, leaves, plan.key, plan.state)
 
     def _request(self, kwargs: dict[str, Any], options: CallOptions, *, ahead: bool = False) -> Request | str:
         """What a graph for this call is looked up by, or why no graph may serve it."""

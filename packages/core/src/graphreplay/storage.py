@@ -27,6 +27,18 @@ def storage_ids(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor has elements and no memory, as after ``untyped_storage().resize_(0)``. Its ``data_ptr()`` need
+    not be 0 then, but where it begins in its storage."""
+    return bool(tensor.numel() and not tensor.untyped_storage().nbytes())
+
+
+def any_freed(tensors: Sequence[Tensor]) -> bool:
+    """As ``is_freed`` of any, and quick for tensors that begin where their storages do."""
+    suspect = not all(map(Tensor.data_ptr, tensors)) or any(map(Tensor.storage_offset, tensors))
+    return suspect and any(map(is_freed, tensors))
+
+
 def sharing_pattern(tensors: Sequence[Tensor], ids: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Who shares storage with whom, as part of a key; empty if no two tensors do.
 

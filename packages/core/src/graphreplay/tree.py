@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from graphreplay.containers import container_of
 from graphreplay.errors import UnsupportedLeafError
+from graphreplay.storage import is_freed
 from graphreplay.values import ONLY_STR, Refused, leaf_token
 
 MAX_DEPTH = 64
@@ -79,7 +80,7 @@ def _check_tensor(tensor: Tensor) -> None:
         raise Refused(f"a tensor of layout {tensor.layout}; only strided tensors have a static copy")
     if tensor.is_quantized:
         raise Refused("a quantized tensor; pass its integer values and scale")
-    if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
+    if not tensor.is_meta and is_freed(tensor):
         raise Refused("a tensor whose storage was resized to nothing; bring its values back first")
     if tensor.is_meta:
         raise Refused("a meta tensor; it has no values to copy")

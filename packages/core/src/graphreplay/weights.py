@@ -23,6 +23,7 @@ from graphreplay.attributes import AttributeSnapshot, Holding, StatefulForwardEr
 from graphreplay.behind import attributes_of, held_behind, modules_behind, nested
 from graphreplay.hooks import BackendHooks
 from graphreplay.looks import SightOf, move_back, places_of, sight_of
+from graphreplay.storage import is_freed
 from graphreplay.tree import TENSOR_TYPES
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -90,13 +91,14 @@ class ModuleWatch:
                 if is_lazy(tensor):
                     self._lazy.append((path, tensor))
                 elif not _is_plain(tensor):
-                    what = f"a {type(tensor).__name__} of layout {tensor.layout}"
+                    kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+                    what = f"a {type(tensor).__name__} that is {kind}"
                     self.refusal = f"weight {path} is {what}, whose memory cannot be watched"
                 else:
                     plain.append((path, tensor))
         self._add_all(plain)
         for path, tensor in plain:
-            if tensor.numel() and not tensor.untyped_storage().nbytes():
+            if is_freed(tensor):
                 self.refusal = f"weight {path} has no memory between calls, so that a graph cannot hold its address"
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -248,7 +250,7 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in TENSOR_TYPES and value.layout is torch.strided
+    return type(value) in TENSOR_TYPES and value.layout is torch.strided and not value.is_nested
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,8 +3,17 @@ from typing import Any
 
 from torch import Tensor
 
+INTERFACE: int
+
 def bind(
-    get_data_ptr: int, tensor_offset: int, tensor_base: type, add_watcher: int, watch: int, unwatch: int, /
+    get_data_ptr: int,
+    get_storage_size: int,
+    tensor_offset: int,
+    tensor_base: type,
+    add_watcher: int,
+    watch: int,
+    unwatch: int,
+    /,
 ) -> None: ...
 def address(tensor: Tensor, /) -> int: ...
 def word(object: object, offset: int, /) -> int: ...

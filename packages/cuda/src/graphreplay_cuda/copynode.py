@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphreplay import CaptureError
-from graphreplay.storage import extent
+from graphreplay.storage import any_freed, extent
 from graphreplay_cuda import driver, kernels, native
 from graphreplay_cuda.errors import DriverError, GraphStateError
 from graphreplay_cuda.launches import Launches
@@ -80,17 +80,17 @@ class Table:
         """Where the sizes of inputs in bytes begin in the table."""
         self.sources, self.destinations = self.sizes + 8 * capacity, self.sizes + 16 * capacity
         """Where the addresses of inputs begin, and those of outputs; 0 for one of these goes nowhere."""
-        self._has_bytes = list(map(bool, sizes))
         addresses = Struct(f"{len(sizes)}Q{8 * (capacity - len(sizes))}x{count}Q")
         self._pack = partial(addresses.pack_into, words, 16 * capacity)
 
     def fill(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
         """Notes the addresses of these inputs and outputs, or of no outputs at all. Returns False, with nothing
         changed, where an input that has bytes has no memory."""
-        sources = list(map(Tensor.data_ptr, inputs))
-        if not all(sources) and list(map(bool, sources)) != self._has_bytes:
+        if any_freed(inputs):
             return False
-        self._pack(*sources, *(map(Tensor.data_ptr, outputs) if outputs else repeat(0, self.outputs)))
+        self._pack(
+            *map(Tensor.data_ptr, inputs), *(map(Tensor.data_ptr, outputs) if outputs else repeat(0, self.outputs))
+        )
         return True
 
 

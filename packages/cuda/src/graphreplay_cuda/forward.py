@@ -35,6 +35,7 @@ class CUDAGraphedForward(GraphedForward):
     def _graphs_supported(self) -> str | None:
         if self.device.type != "cuda":
             return f"CUDA graphs run on a CUDA device, not on {self.device}"
+        native.warn_if_missing()
         return None
 
     @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,28 @@ from torch.nn import Parameter
 from graphreplay import looks
 from graphreplay.stats import logger
 
-try:
-    from graphreplay_cuda import _native
-
-    missing: str | None = None
-except ImportError as error:
-    missing = f"it was not built: {error}"
+INTERFACE = 1
+"""Of native.h: goes up there and here with each change of what the compiled part takes, or does."""
 
 _OBJECT_HEAD = object.__basicsize__
 _DICT_VERSION = 24
 """Where Python 3.11 has the version of a dict, see sight.c."""
 
 
+try:
+    import graphreplay_cuda._native as _native
+except ModuleNotFoundError:
+    _why_not_built = "it was not built; install a C compiler and the headers of Python, and graphreplay-cuda once more"
+except ImportError as error:
+    _why_not_built = f"it cannot be loaded: {error}"
+else:
+    _why_not_built = ""
+
+
 def _bind() -> str | None:
     """Tells the compiled part what it has to know; returns why it cannot serve, or None."""
+    if getattr(_native, "INTERFACE", 0) != INTERFACE:
+        return "it was built for another version of this package; remove packages/cuda/build and install it once more"
     watchers = [0, 0, 0]
     if sys.version_info >= (3, 12):
         api = ctypes.pythonapi
@@ -46,6 +55,7 @@ def _bind() -> str | None:
         # Loaded already; this finds it by its path.
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         get_data_ptr = _address(library.aoti_torch_get_data_ptr)
+        get_storage_size = _address(library.aoti_torch_get_storage_size)
     except (OSError, AttributeError) as error:
         return f"torch has no C interface to tensors: {error}"
     base: Any = torch._C.TensorBase
@@ -55,7 +65,7 @@ def _bind() -> str | None:
     if len(found) != 1:
         return "no place of the tensor in its Python object"
     try:
-        _native.bind(get_data_ptr, found[0], base, *watchers)
+        _native.bind(get_data_ptr, get_storage_size, found[0], base, *watchers)
     except RuntimeError as error:  # there are eight watchers of dicts for all
         return str(error)
     if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
@@ -73,7 +83,9 @@ def _compiled_sight_of(
     empty: Sequence[dict[Any, Any]],
     objects: Sequence[Any],
 ) -> Callable[[], bool]:
-    """As ``looks.sight_of``."""
+    """As ``looks.sight_of``, but that dicts which were filled and emptied again have changed, too."""
+    if any(empty):
+        return lambda: False
     return _native.Sight(looks.looks_of(tensors), tuple(tensors), (*dicts, *empty), tuple(objects)).lasts
 
 
@@ -82,10 +94,14 @@ def loader(*layout: Any) -> Callable[[Sequence[Tensor], Sequence[Tensor]], int]:
     return _native.Loader(*layout).load
 
 
-missing = missing or _bind()
-"""Why the compiled part does not serve, or None where it does."""
+@cache
+def warn_if_missing() -> None:
+    """Says so once, where calls will take longer."""
+    if missing is not None:
+        logger.warning("graphreplay-cuda goes without its compiled part, so that calls take longer: %s", missing)
 
-if missing is not None:
-    logger.info("graphreplay-cuda goes without its compiled part, so that calls take longer: %s", missing)
+
+missing: str | None = _why_not_built or _bind()
+"""Why the compiled part does not serve, or None where it does."""
 
 sight_of: looks.SightOf = looks.sight_of if missing else _compiled_sight_of

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from graphreplay import ConfigurationError
 from graphreplay.entry import NoMemoryError, require_memory
-from graphreplay.storage import extent, layout
+from graphreplay.storage import any_freed, extent, is_freed, layout
 from graphreplay_cuda import driver, kernels
 from graphreplay_cuda.copynode import CopyNode, Table, loader
 from graphreplay_cuda.errors import DriverError
@@ -141,7 +141,7 @@ class Staging:
                 if not self._looks.at(position).fit([tensor]):
                     plain[position] = self._converted(position, tensor)
         addresses = list(map(Tensor.data_ptr, plain))
-        if not all(addresses):
+        if any_freed(plain):
             _check_memory("input", plain)
         # How many buffers start before each input ends, and how far those reach.
         before = map(bisect_left, repeat(self._starts), map(operator.add, addresses, self._sizes))
@@ -175,7 +175,7 @@ def as_list(what: str, tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def _check_memory(what: str, tensors: Sequence[Tensor]) -> None:
     for position, tensor in enumerate(tensors):
-        if tensor.numel() and not tensor.data_ptr():
+        if is_freed(tensor):
             raise ConfigurationError(f"{what} {position} has no memory")
 
 

@@ -162,6 +162,28 @@ class RefusalContract(ContractBase):
         assert path in reason
         assert graphed.enabled
 
+    @pytest.mark.parametrize("gaps", [False, True])
+    @pytest.mark.parametrize("offset", [0, 64])
+    def test_tensor_that_was_freed_behind_recognized_calls(self, offset: int, gaps: bool) -> None:
+        """As of shards that are let go between calls; a view then points to where it begins in nothing."""
+        step = 2 if gaps else 1
+
+        def shard(seed: int) -> Tensor:
+            return self.x(offset + 64, seed=seed)[offset : offset + 16 * step : step]
+
+        graphed = self.wrap(_total)
+        with torch.no_grad():
+            for seed in range(4):
+                assert_same(graphed(x=self.x(), extra=shard(seed)), _total(x=self.x(), extra=shard(seed)))
+            assert graphed.stats()["replays"] == 3
+            freed = shard(0)
+            freed.untyped_storage().resize_(0)
+            assert_same(graphed(x=self.x(), extra=freed), _total(x=self.x(), extra=freed))
+            assert_same(graphed(x=self.x(), extra=shard(5)), _total(x=self.x(), extra=shard(5)))
+        assert graphed.stats()["replays"] == 4
+        (reason,) = graphed.stats()["eager_reasons"]
+        assert 'kwargs["extra"]: a tensor whose storage was resized to nothing' in reason
+
     @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
     @pytest.mark.parametrize("kind", UNSUPPORTED)
     def test_clone_static_refuses_by_path(self, kind: str) -> None:
