@@ -15,10 +15,11 @@ help: ## List the targets
 setup: $(STAMP) ## Create .venv and install everything into it, when something changed
 
 # Without the stamp .venv is cleared: what a failed setup left may be of another Python.
-$(STAMP): requirements-dev.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml) $(wildcard packages/cuda/native/*)
+$(STAMP): requirements-dev.txt pyproject.toml $(PROJECTS:%=%/pyproject.toml) packages/cuda/setup.py $(wildcard packages/cuda/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is no Python 3.11 or newer; name one, as in: make setup PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(if $(wildcard $@),,--clear) .venv
+	rm -f packages/cuda/src/graphreplay_cuda/_native*.so # an older one would stay where the compiler fails
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
@@ -38,7 +39,7 @@ check: setup ## Lint, type-check, check imports and files, then the wheels
 	$(BIN)/python tools/check_wheels.py dist
 
 wheels: setup ## Build the wheel of every package into dist/
-	rm -rf dist packages/*/build
+	rm -rf dist
 	for project in $(PROJECTS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$project || exit; done
 
 bench: setup ## Time the benchmark cases; ARGS="..." for pytest's options
@@ -52,5 +53,5 @@ format: setup ## Sort imports, fix what ruff can, format
 	$(BIN)/ruff format .
 
 clean: ## Remove everything built or cached, but not .venv
-	rm -rf dist build packages/*/build packages/*/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf dist build packages/*/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find packages harness tests tools -name __pycache__ -prune -exec rm -rf {} +

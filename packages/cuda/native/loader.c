@@ -98,7 +98,7 @@ static PyObject *load(PyObject *object, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     {"load", (PyCFunction)(void (*)(void))load, METH_FASTCALL,
      "load(inputs, outputs): sets the table for these lists or tuples of tensors, outputs nowhere if empty. Returns the "
-     "driver's status, 0 for success; or -1, with nothing done, if an input whose size is not 0 has no memory."},
+     "driver's status, 0 for success; or -1, with nothing told to it, if an input whose size is not 0 has no memory."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -34,19 +34,25 @@ PyObject *item_of(PyObject *sequence, Py_ssize_t position)
 
 static PyObject *bind(PyObject *module, PyObject *args)
 {
-    unsigned long long data_ptr, storage_size, add_watcher, watch, unwatch;
+    unsigned long long data_ptr, storage_size;
     PyObject *base;
-    if (!PyArg_ParseTuple(args, "KKnO!KKK", &data_ptr, &storage_size, &tensor_offset, &PyType_Type, &base,
-                          &add_watcher, &watch, &unwatch))
+    if (!PyArg_ParseTuple(args, "KKnO!", &data_ptr, &storage_size, &tensor_offset, &PyType_Type, &base))
         return NULL;
     get_data_ptr = (get_data_ptr_t)(uintptr_t)data_ptr;
     get_storage_size = (get_storage_size_t)(uintptr_t)storage_size;
     Py_INCREF(base);
     tensor_base = (PyTypeObject *)base;
-    if (add_watcher && watch_by((add_watcher_t)(uintptr_t)add_watcher, (watch_t)(uintptr_t)watch,
-                                (watch_t)(uintptr_t)unwatch))
+    return Py_BuildValue("");
+}
+
+static PyObject *watch(PyObject *module, PyObject *args)
+{
+    unsigned long long add_watcher, watch, unwatch;
+    if (!PyArg_ParseTuple(args, "KKK", &add_watcher, &watch, &unwatch))
         return NULL;
-    Py_RETURN_NONE;
+    if (watch_by((add_watcher_t)(uintptr_t)add_watcher, (watch_t)(uintptr_t)watch, (watch_t)(uintptr_t)unwatch))
+        return NULL;
+    return Py_BuildValue("");
 }
 
 static PyObject *address(PyObject *module, PyObject *tensor)
@@ -66,8 +72,10 @@ static PyObject *word(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(get_data_ptr, get_storage_size, tensor_offset, tensor_base, add_watcher, watch, unwatch): comes before all "
-     "else. Functions are addresses; the last three are 0 where this Python has no watchers."},
+     "bind(get_data_ptr, get_storage_size, tensor_offset, tensor_base): comes before all else; functions are addresses."},
+    {"watch", watch, METH_VARARGS,
+     "watch(add_watcher, watch, unwatch): comes before the first Sight where this Python has watchers of dicts, by these "
+     "addresses of functions."},
     {"address", address, METH_O, "The address of a tensor's bytes, as data_ptr() gives it; 0 if its storage was freed."},
     {"word", word, METH_VARARGS, "word(object, offset): the eight bytes of an object at an offset within it."},
     {NULL, NULL, 0, NULL},

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Goes up, here and in native.py, with each change of what this part takes, or does: an older build may lie about. */
-#define INTERFACE 1
+#define INTERFACE 2
 
 /* Where the bytes of a tensor begin, 0 if it has none, or its storage was freed. Returns -1 with an exception set if it
  * is no tensor. */

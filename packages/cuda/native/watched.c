@@ -41,7 +41,8 @@ int watch_by(add_watcher_t add_watcher, watch_t watch_function, watch_t unwatch_
 {
     watch = watch_function;
     unwatch = unwatch_function;
-    watcher = add_watcher(on_change);
+    if (watcher < 0)
+        watcher = add_watcher(on_change);
     return watcher < 0 ? -1 : 0;
 }
 

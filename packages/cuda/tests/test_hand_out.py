@@ -85,6 +85,18 @@ def handed_out(graphed):
 
 
 @gpu
+def test_a_captured_forward_is_instantiated_once(monkeypatch):
+    instantiate, times = torch.cuda.CUDAGraph.instantiate, []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "instantiate", lambda self: times.append(self) or instantiate(self))
+    graphed, x = graphed_of(lambda *, x: x + 1), torch.ones(3, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(graphed(x=x), x + 1)
+    assert graphed.stats()["replays"] == 2
+    assert len(times) == 1
+
+
+@gpu
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 16, 17, 64, 65, 70, 130])
 def test_every_output_reaches_its_memory(count):
     graphed = graphed_of(lambda *, x: [x + i for i in range(count)])

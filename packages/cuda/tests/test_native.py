@@ -2,7 +2,10 @@
 
 import ctypes
 import gc
+import shutil
+import subprocess
 import sys
+import sysconfig
 import threading
 import weakref
 from collections import OrderedDict
@@ -400,7 +403,7 @@ def test_the_status_of_the_driver_is_returned(monkeypatch, way):
     assert load([torch.zeros(3)], ()) == 719
 
 
-@compiled
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("inputs", "outputs", "error"),
     [
@@ -408,40 +411,87 @@ def test_the_status_of_the_driver_is_returned(monkeypatch, way):
         ([], (), ValueError),
         ([torch.zeros(3)], [torch.zeros(3)] * 2, ValueError),
         ([None], (), TypeError),
-        (torch.zeros(1, 3), (), TypeError),
-        ([torch.zeros(3)], {}, TypeError),
+        ([torch.zeros(3)], [None], TypeError),
     ],
 )
-def test_what_cannot_be_loaded(monkeypatch, inputs, outputs, error):
-    device = Driver(monkeypatch, "compiled")
+def test_what_cannot_be_loaded(monkeypatch, way, inputs, outputs, error):
+    device = Driver(monkeypatch, way)
     load = device.loader([torch.zeros(3)], [torch.zeros(3)])
     with pytest.raises(error):
         load(inputs, outputs)
     assert not device.seen
 
 
+@compiled
+@pytest.mark.parametrize("inputs", [torch.zeros(1, 3), {0: torch.zeros(3)}, None])
+def test_what_is_no_list_or_tuple(monkeypatch, inputs):
+    device = Driver(monkeypatch, "compiled")
+    load = device.loader([torch.zeros(3)], [])
+    with pytest.raises(TypeError, match="lists or tuples"):
+        load(inputs, ())
+    assert not device.seen
+
+
 # --------------------------------------------------------------------------------------------- binding
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no C compiler")
+@pytest.mark.skipif(
+    sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="this Python has no stable interface for C"
+)
+def test_it_is_there_where_a_compiler_is():
+    assert native.missing is None
+
+
+def test_without_it_everything_is_there_but_slower():
+    code = """
+import sys
+sys.modules["graphreplay_cuda._native"] = None
+from graphreplay import looks
+from graphreplay_cuda import CUDAGraphedForward, native
+assert native.missing.startswith("it was not built; install a C compiler"), native.missing
+assert native.sight_of is looks.sight_of
+assert CUDAGraphedForward.sight_of is looks.sight_of
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def bound_with(monkeypatch, **others):
+    """What binding says where the compiled part has these in place of its own."""
+    real = native._native
+    names = ("INTERFACE", "word", "address")
+    same = {name: getattr(real, name) for name in names}
+    fake = SimpleNamespace(**{"bind": lambda *args: None, "watch": lambda *args: None, **same, **others})
+    monkeypatch.setattr(native, "_native", fake)
+    return native._bind()
 
 
 @compiled
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("word", lambda thing, offset: thing._cdata if isinstance(thing, torch.Tensor) else -1, "elsewhere"),
-        ("word", lambda thing, offset: looks.dict_version(thing) if type(thing) is dict else 0, "no place"),
-        ("address", lambda tensor: 1, "other addresses"),
         ("INTERFACE", 0, "was built for another version of this package"),
-        ("bind", Mock(side_effect=RuntimeError("no more dict watcher IDs available")), "no more dict watcher IDs"),
+        ("word", lambda thing, offset: 0, "no one place of a tensor"),
+        ("word", lambda thing, offset: thing._cdata, "no one place of a tensor"),
+        ("address", lambda tensor: 1, "other addresses"),
     ],
 )
-def test_a_torch_or_python_that_is_otherwise_is_told(monkeypatch, name, value, why):
-    if why == "elsewhere" and sys.version_info >= (3, 12):
-        pytest.skip("this Python watches dicts")
-    real = native._native
-    fake = SimpleNamespace(INTERFACE=real.INTERFACE, word=real.word, address=real.address, bind=lambda *args: None)
-    setattr(fake, name, value)
-    monkeypatch.setattr(native, "_native", fake)
-    assert why in native._bind()
+def test_a_torch_that_is_otherwise_is_told(monkeypatch, name, value, why):
+    assert bound_with(monkeypatch) is None
+    monkeypatch.undo()
+    assert why in bound_with(monkeypatch, **{name: value})
+
+
+@compiled
+def test_a_python_that_is_otherwise_is_told(monkeypatch):
+    word = native._native.word
+    if sys.version_info >= (3, 12):
+        full = Mock(side_effect=RuntimeError("no more dict watcher IDs available"))
+        assert bound_with(monkeypatch, watch=full) == "no more dict watcher IDs available"
+    else:
+        other = lambda thing, offset: 0 if type(thing) is dict else word(thing, offset)  # noqa: E731
+        assert "versions of its dicts elsewhere" in bound_with(monkeypatch, word=other)
 
 
 def test_what_is_missing_is_told_once(monkeypatch, caplog):

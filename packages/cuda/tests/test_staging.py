@@ -445,8 +445,11 @@ def test_buffers_and_inputs_have_memory_of_their_own():
     for bad, problem in ((without_memory(), "input 0 has no memory"), (None, "input 0 is no tensor but NoneType")):
         with pytest.raises(graphreplay.ConfigurationError, match=problem):
             made.stage_and_launch(static, [bad])
-    with pytest.raises(graphreplay.ConfigurationError, match="inputs are a sequence of tensors, not NoneType"):
-        made.stage_and_launch(static, None)
+    with pytest.raises(graphreplay.ConfigurationError, match="an input has no memory"):
+        made.staging(static).launch([without_memory()])
+    for launch in (lambda inputs: made.stage_and_launch(static, inputs), made.staging(static).launch):
+        with pytest.raises(graphreplay.ConfigurationError, match="inputs are a sequence of tensors, not NoneType"):
+            launch(None)
     made.stage_and_launch(static, (torch.ones(3, 4, device="cuda") for _ in range(1)))
     assert static[0].unique().tolist() == [1.0]
     assert_healthy()

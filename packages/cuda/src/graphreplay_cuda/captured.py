@@ -12,7 +12,7 @@ from torch import Tensor
 from graphreplay.entry import Launch
 from graphreplay.storage import CopyPlan
 from graphreplay_cuda import driver, kernels, streams
-from graphreplay_cuda.context import graph
+from graphreplay_cuda.context import graph_to_stage
 from graphreplay_cuda.graph import CUDAGraph
 from graphreplay_cuda.launches import Launches
 from graphreplay_cuda.pools import PoolHandle
@@ -76,8 +76,7 @@ def capture(forward: Callable[[], Any], pool: PoolState) -> tuple[CapturedForwar
             allocator and the random generator are as before.
     """
     captured = CUDAGraph()
-    captured._is_staged_next = True
-    with graph(captured, pool.handle, pool.capture_stream, "thread_local"):
+    with graph_to_stage(captured, pool.handle, pool.capture_stream, "thread_local"):
         before = torch.cuda.memory_reserved(pool.device)
         # Before the forward, so that none of its tensors comes to lie here; and as a storage, since a tensor is filled
         # where algorithms are to be deterministic, by a kernel that would be part of the graph.

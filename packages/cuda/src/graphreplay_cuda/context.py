@@ -21,6 +21,8 @@ class graph:  # a function in all but name; frames of a generator would keep an 
     ``capture_end``. If the block raises, the capture is given up, all is as before, and the error goes on.
     """
 
+    _instantiates = True
+
     def __init__(
         self,
         cuda_graph: CUDAGraph,
@@ -48,7 +50,7 @@ class graph:  # a function in all but name; frames of a generator would keep an 
     def _end(self) -> None:
         self._graph._capturing(_BLOCK_END)
         try:
-            self._graph.capture_end()
+            self._graph._end_capture(instantiate=self._instantiates)
         except GraphStateError as error:  # a body was left open; the block is over, so nobody can end it
             self._give_up(error)
             raise
@@ -61,6 +63,12 @@ class graph:  # a function in all but name; frames of a generator would keep an 
             troubles = [f"giving the capture up raised {type(failure).__name__}: {first_line(failure)}"]
         for trouble in troubles:
             error.add_note(f"and {trouble}")
+
+
+class graph_to_stage(graph):
+    """As ``graph``, for one that is staged next: that instantiates it, with its copy kernels."""
+
+    _instantiates = False
 
 
 def graph_pool_handle() -> PoolHandle:

@@ -85,7 +85,13 @@ class Table:
 
     def fill(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
         """Notes the addresses of these inputs and outputs, or of no outputs at all. Returns False, with nothing
-        changed, where an input that has bytes has no memory."""
+        changed, where an input was freed.
+
+        Raises:
+            ValueError: there are more or fewer of them.
+        """
+        if len(inputs) != self.inputs or len(outputs) not in (0, self.outputs):
+            raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs for {self.inputs} and {self.outputs}")
         if any_freed(inputs):
             return False
         self._pack(
@@ -96,15 +102,18 @@ class Table:
 
 def loader(executable: Any, node: Any, table: Table) -> Callable[[Sequence[Tensor], Sequence[Tensor]], int]:
     """What has the next launch of an executable graph copy these inputs with its stage kernel, a node, and hand out to
-    these outputs, or to none at all; each a list or tuple. It returns the driver's status; or -1, with nothing done,
-    where an input that has bytes has no memory."""
+    these outputs, or to none at all; each a list or tuple. It returns the driver's status; or -1, with nothing told to
+    the driver, where an input was freed."""
     if native.missing is None:
-        return native.loader(
+        from graphreplay_cuda._native import Loader
+
+        compiled = Loader(
             table,
             *(table.sizes, table.sources, table.destinations, table.inputs, table.outputs),
             driver.address("cuGraphExecKernelNodeSetParams"),
             *map(int, (executable, node, table.params.getPtr())),
         )
+        return compiled.load
     set_params = driver.bindings().cuGraphExecKernelNodeSetParams
 
     def load(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

@@ -54,8 +54,9 @@ def call(name: str, *args: Any) -> Any:
 
 
 def status_name(status: int) -> str:
-    """What the driver calls a status."""
-    return str(bindings().CUresult(status).name)
+    """What the driver calls a status, or its number where it is newer than the bindings."""
+    known = bindings().CUresult
+    return str(known(status).name) if status in set(map(int, known)) else str(status)
 
 
 @cache

@@ -56,9 +56,6 @@ class CUDAGraph(ConditionalNodes):
         self._hand_out: HandOut | None = None
         self._process = 0
         self._verbose = False
-        self._is_staged_next = False
-        """Whether ``staging`` follows each capture, which instantiates the graph with its copy kernels: once is
-        enough."""
 
     # ---------------------------------------------------------------------------------------- capture
 
@@ -114,6 +111,10 @@ class CUDAGraph(ConditionalNodes):
             GraphStateError: no capture is under way in this thread, or a conditional body is open. Nothing is changed.
             CaptureError: the capture holds what no graph can. It is given up; the graph is as new.
         """
+        self._end_capture(instantiate=True)
+
+    def _end_capture(self, *, instantiate: bool) -> None:
+        """As ``capture_end``, which leaves the instantiation to ``staging`` where that comes next."""
         capture = self._capturing("capture_end")
         if capture.bodies.open:
             raise GraphStateError(
@@ -121,7 +122,7 @@ class CUDAGraph(ConditionalNodes):
                 "end_capture_to_conditional_node() first, or reset() to give the capture up"
             )
         self._capture = None
-        self._graph = capture.end(instantiate=not self._is_staged_next)
+        self._graph = capture.end(instantiate=instantiate)
         self._keep_alive = capture.keep_alive
 
     def instantiate(self) -> None:

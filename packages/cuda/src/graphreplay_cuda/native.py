@@ -11,7 +11,6 @@ import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.nn import Parameter
 from graphreplay import looks
 from graphreplay.stats import logger
 
-INTERFACE = 1
+INTERFACE = 2
 """Of native.h: goes up there and here with each change of what the compiled part takes, or does."""
 
 _OBJECT_HEAD = object.__basicsize__
@@ -42,20 +41,10 @@ else:
 def _bind() -> str | None:
     """Tells the compiled part what it has to know; returns why it cannot serve, or None."""
     if getattr(_native, "INTERFACE", 0) != INTERFACE:
-        return "it was built for another version of this package; remove packages/cuda/build and install it once more"
-    watchers = [0, 0, 0]
-    if sys.version_info >= (3, 12):
-        api = ctypes.pythonapi
-        watchers = list(map(_address, (api.PyDict_AddWatcher, api.PyDict_Watch, api.PyDict_Unwatch)))
-    else:
-        sample = {"a": 1}
-        if any(_native.word(sample, _DICT_VERSION) != looks.dict_version(sample) for sample["a"] in range(3)):
-            return "this Python has the versions of its dicts elsewhere"
+        return "it was built for another version of this package; install that once more"
     try:
-        # Loaded already; this finds it by its path.
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        get_data_ptr = _address(library.aoti_torch_get_data_ptr)
-        get_storage_size = _address(library.aoti_torch_get_storage_size)
+        library = ctypes.CDLL(torch._C.__file__)  # and what it is linked to
+        functions = _address(library.aoti_torch_get_data_ptr), _address(library.aoti_torch_get_storage_size)
     except (OSError, AttributeError) as error:
         return f"torch has no C interface to tensors: {error}"
     base: Any = torch._C.TensorBase
@@ -63,13 +52,27 @@ def _bind() -> str | None:
     places = range(_OBJECT_HEAD, base.__basicsize__ - 7, 8)
     found = [place for place in places if all(_native.word(t, place) == t._cdata for t in samples)]
     if len(found) != 1:
-        return "no place of the tensor in its Python object"
-    try:
-        _native.bind(get_data_ptr, get_storage_size, found[0], base, *watchers)
-    except RuntimeError as error:  # there are eight watchers of dicts for all
-        return str(error)
+        return "torch has no one place of a tensor in its Python object"
+    _native.bind(*functions, found[0], base)
     if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
         return "torch's C interface to tensors gives other addresses"
+    return _watch_dicts()
+
+
+def _watch_dicts() -> str | None:
+    """Has changed dicts be noticed; returns why they cannot be, or None."""
+    if sys.version_info >= (3, 12):
+        api = ctypes.pythonapi
+        try:
+            _native.watch(*map(_address, (api.PyDict_AddWatcher, api.PyDict_Watch, api.PyDict_Unwatch)))
+        except RuntimeError as error:  # there are eight watchers of dicts for all
+            return str(error)
+        return None
+    sample = {"a": 0}
+    for value in range(3):
+        sample["a"] = value
+        if _native.word(sample, _DICT_VERSION) != looks.dict_version(sample):
+            return "this Python has the versions of its dicts elsewhere"
     return None
 
 
@@ -87,11 +90,6 @@ def _compiled_sight_of(
     if any(empty):
         return lambda: False
     return _native.Sight(looks.looks_of(tensors), tuple(tensors), (*dicts, *empty), tuple(objects)).lasts
-
-
-def loader(*layout: Any) -> Callable[[Sequence[Tensor], Sequence[Tensor]], int]:
-    """The ``load`` of a ``_native.Loader``; see loader.c."""
-    return _native.Loader(*layout).load
 
 
 @cache

@@ -96,12 +96,20 @@ class Staging:
     def launch(self, inputs: Sequence[Tensor]) -> None:
         """As ``stage_and_launch``, but trusts the caller that no capture is under way, and that there is one input for
         each buffer: a tensor of the same dtype, device, shape and strides, not lazily conjugated or negated, that
-        shares no memory with any buffer. Anything else may copy foreign memory."""
-        launches = self._node.launches
+        shares no memory with any buffer. Anything else may copy foreign memory.
+
+        Raises:
+            ConfigurationError: an input was freed; nothing was launched.
+            GraphStateError: the graph is gone.
+        """
+        launches, inputs = self._node.launches, as_list("inputs", inputs)
         with launches.lock:
             self._node.check()  # before anything changes
             launches.take_turn()
-            self.run(inputs, ())
+            try:
+                self.run(inputs, ())
+            except NoMemoryError as error:
+                raise ConfigurationError(str(error)) from None
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """As ``launch``, for a list or tuple; copies what the graph hands out to ``outputs``, a list or tuple of
@@ -124,7 +132,7 @@ class Staging:
         status = self._load(inputs, outputs)
         if status:
             if status < 0:
-                raise NoMemoryError("an input was freed")
+                raise NoMemoryError("an input has no memory")
             raise DriverError(f"cuGraphExecKernelNodeSetParams failed: {driver.status_name(status)}")
         node.loaded = True
         node.replay()
