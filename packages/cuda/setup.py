@@ -10,7 +10,7 @@ FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 NATIVE = Extension(
     "graphreplay_cuda._native",
-    sources=[f"native/{name}.c" for name in ("module", "loader", "sight", "watched")],
+    sources=[f"native/{name}.c" for name in ("module", "loader", "looks", "sight", "watched")],
     depends=["native/native.h"],
     extra_compile_args=["-O2", "-Wall", "-fvisibility=hidden"],
     py_limited_api=True,

@@ -72,9 +72,10 @@ def _launch_nothing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
 
 
 class IdleGraphedForward(ReferenceGraphedForward):
-    """The reference backend with graphs that do nothing when they are replayed, which looks at modules as the CUDA
-    backend does."""
+    """The reference backend with graphs that do nothing when they are replayed, which looks at tensors and modules as
+    the CUDA backend does."""
 
+    looks_of = staticmethod(CUDAGraphedForward.looks_of)
     sight_of = staticmethod(CUDAGraphedForward.sight_of)
 
     def _capture_graph(self, forward: Callable[[], Any]) -> Any:
@@ -109,7 +110,7 @@ def _match(kwargs: dict[str, Any]) -> HostCase:
     state = ambient.read()
     signature, leaves = flatten(kwargs)
     key = Key(signature, ambient.key(state), (), None)
-    plan = Plan(key, ambient, state, kwargs, None, leaves)
+    plan = Plan(key, ambient, state, kwargs, None, leaves, CUDAGraphedForward.looks_of)
     return HostCase(lambda: plan.match(state, kwargs, None), lambda: plan.match(state, kwargs, None) is not None)
 
 

@@ -2,24 +2,31 @@
 
 #include "native.h"
 
-/* Of AOTInductor's C interface, which torch keeps stable: a handle is the address of an at::Tensor. */
-typedef int32_t (*get_data_ptr_t)(void *tensor, void **data);
-typedef int32_t (*get_storage_size_t)(void *tensor, int64_t *bytes);
-
-static get_data_ptr_t get_data_ptr;
-static get_storage_size_t get_storage_size;
+Torch torch;
 static Py_ssize_t tensor_offset; /* of the at::Tensor within its Python object */
+static Py_ssize_t keys_offset;   /* of the dispatch keys within what an at::Tensor points to */
 static PyTypeObject *tensor_base;
+
+void *handle_of(PyObject *tensor)
+{
+    if (PyType_IsSubtype(Py_TYPE(tensor), tensor_base))
+        return (char *)tensor + tensor_offset;
+    PyErr_SetString(PyExc_TypeError, "not a tensor");
+    return NULL;
+}
+
+uint64_t keys_of(void *handle)
+{
+    return *(uint64_t *)(*(char **)handle + keys_offset);
+}
 
 int address_of(PyObject *tensor, uint64_t *address)
 {
-    void *handle = (char *)tensor + tensor_offset, *data = NULL;
+    void *handle = handle_of(tensor), *data = NULL;
     int64_t bytes = 0;
-    if (!PyType_IsSubtype(Py_TYPE(tensor), tensor_base)) {
-        PyErr_SetString(PyExc_TypeError, "not a tensor");
+    if (!handle)
         return -1;
-    }
-    if (get_data_ptr(handle, &data) || get_storage_size(handle, &bytes)) {
+    if (torch.get_data_ptr(handle, &data) || torch.get_storage_size(handle, &bytes)) {
         PyErr_SetString(PyExc_RuntimeError, "a tensor whose memory has no address");
         return -1;
     }
@@ -34,14 +41,20 @@ PyObject *item_of(PyObject *sequence, Py_ssize_t position)
 
 static PyObject *bind(PyObject *module, PyObject *args)
 {
-    unsigned long long data_ptr, storage_size;
-    PyObject *base;
-    if (!PyArg_ParseTuple(args, "KKnO!", &data_ptr, &storage_size, &tensor_offset, &PyType_Type, &base))
+    PyObject *functions, *base;
+    uintptr_t addresses[sizeof torch / sizeof(uintptr_t)];
+    Py_ssize_t count = sizeof addresses / sizeof *addresses;
+    if (!PyArg_ParseTuple(args, "O!nnO!", &PyTuple_Type, &functions, &tensor_offset, &keys_offset, &PyType_Type, &base))
         return NULL;
-    get_data_ptr = (get_data_ptr_t)(uintptr_t)data_ptr;
-    get_storage_size = (get_storage_size_t)(uintptr_t)storage_size;
-    Py_INCREF(base);
-    tensor_base = (PyTypeObject *)base;
+    if (PyTuple_Size(functions) != count)
+        return PyErr_Format(PyExc_ValueError, "%zd functions, not %zd", PyTuple_Size(functions), count);
+    for (Py_ssize_t i = 0; i < count; i++)
+        addresses[i] = (uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(functions, i));
+    if (PyErr_Occurred())
+        return NULL;
+    for (Py_ssize_t i = 0; i < count; i++)
+        ((uintptr_t *)&torch)[i] = addresses[i];
+    tensor_base = (PyTypeObject *)Py_NewRef(base);
     return Py_BuildValue("");
 }
 
@@ -61,23 +74,13 @@ static PyObject *address(PyObject *module, PyObject *tensor)
     return address_of(tensor, &found) ? NULL : PyLong_FromUnsignedLongLong(found);
 }
 
-static PyObject *word(PyObject *module, PyObject *args)
-{
-    PyObject *object;
-    Py_ssize_t offset;
-    if (!PyArg_ParseTuple(args, "On", &object, &offset))
-        return NULL;
-    return PyLong_FromUnsignedLongLong(*(uint64_t *)((char *)object + offset));
-}
-
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(get_data_ptr, get_storage_size, tensor_offset, tensor_base): comes before all else; functions are addresses."},
+     "bind(functions, tensor_offset, keys_offset, tensor_base): comes before all else. The functions are addresses."},
     {"watch", watch, METH_VARARGS,
      "watch(add_watcher, watch, unwatch): comes before the first Sight where this Python has watchers of dicts, by these "
      "addresses of functions."},
     {"address", address, METH_O, "The address of a tensor's bytes, as data_ptr() gives it; 0 if its storage was freed."},
-    {"word", word, METH_VARARGS, "word(object, offset): the eight bytes of an object at an offset within it."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -88,7 +91,8 @@ static PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&definition);
-    if (module && (add_sight(module) || add_loader(module) || PyModule_AddIntMacro(module, INTERFACE))) {
+    if (module && (add_looks(module) || add_sight(module) || add_loader(module) ||
+                   PyModule_AddIntMacro(module, INTERFACE))) {
         Py_DECREF(module);
         return NULL;
     }

@@ -8,7 +8,29 @@
 #include <stdint.h>
 
 /* Goes up, here and in native.py, with each change of what this part takes, or does: an older build may lie about. */
-#define INTERFACE 2
+#define INTERFACE 3
+
+/* Functions of AOTInductor's C interface, which torch keeps stable, in the order in which native.py names them. A handle
+ * is the address of an at::Tensor; 0 means success. */
+typedef struct {
+    int32_t (*get_data_ptr)(void *handle, void **data);
+    int32_t (*get_storage_size)(void *handle, int64_t *bytes);
+    int32_t (*get_dtype)(void *handle, int32_t *dtype);
+    int32_t (*get_device_type)(void *handle, int32_t *type);
+    int32_t (*get_device_index)(void *handle, int32_t *index);
+    int32_t (*get_dim)(void *handle, int64_t *dim);
+    int32_t (*get_sizes)(void *handle, int64_t **sizes);
+    int32_t (*get_strides)(void *handle, int64_t **strides);
+} Torch;
+
+extern Torch torch;
+
+/* The handle of a tensor, or NULL with an exception set if it is none. */
+void *handle_of(PyObject *tensor);
+
+/* The bits by which operators choose their kernels for a tensor: its backend, layout, lazy bits, whether it was made under
+ * inference mode, and the like. */
+uint64_t keys_of(void *handle);
 
 /* Where the bytes of a tensor begin, 0 if it has none, or its storage was freed. Returns -1 with an exception set if it
  * is no tensor. */
@@ -18,6 +40,7 @@ int address_of(PyObject *tensor, uint64_t *address);
 PyObject *item_of(PyObject *sequence, Py_ssize_t position);
 
 /* Adds a type to the module. */
+int add_looks(PyObject *module);
 int add_sight(PyObject *module);
 int add_loader(PyObject *module);
 

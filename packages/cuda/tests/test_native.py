@@ -18,7 +18,15 @@ from torch import nn
 
 from graphreplay import ReferenceGraphedForward, looks
 from graphreplay.storage import is_freed
-from graphreplay.testing.contract import HiddenContract, LifeContract, StateContract, TurnsContract
+from graphreplay.testing.contract import (
+    AmbientContract,
+    HiddenContract,
+    KeyContract,
+    LifeContract,
+    RefusalContract,
+    StateContract,
+    TurnsContract,
+)
 from graphreplay_cuda import copynode, driver, kernels, native
 from graphreplay_cuda.copynode import HandOut, Table
 
@@ -90,6 +98,124 @@ def test_what_is_no_tensor_has_none(other):
 def test_a_tensor_without_one_address_is_refused():
     with pytest.raises(RuntimeError, match="no address"):
         native._native.address(torch.zeros(3).to_sparse())
+
+
+# ----------------------------------------------------------------------------------------------- looks
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def of(*shape, **options):
+    return torch.zeros(shape or (2, 3), **options)
+
+
+OTHERS = {
+    "shape": lambda: of(3, 2),
+    "one more dimension": lambda: of(1, 2, 3),
+    "fewer dimensions": lambda: of(6),
+    "strides": lambda: of(3, 2).t(),
+    "expanded": lambda: of(2, 1).expand(2, 3),
+    "dtype": lambda: of(dtype=torch.bfloat16),
+    "a dtype of the same size": lambda: of(dtype=torch.int32),
+    "device": lambda: of(device="meta"),
+    "a parameter": lambda: nn.Parameter(of(), requires_grad=False),
+    "a subclass": lambda: of().as_subclass(Subclass),
+    "negated": lambda: torch._neg_view(of()),
+    "made under inference mode": lambda: torch.inference_mode()(of)(),
+    "sparse": lambda: of().to_sparse(),
+    "mkldnn": lambda: of().to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([of(3), of(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(of(), 0.1, 0, torch.qint8),
+    "no tensor": lambda: 3,
+    "nothing": lambda: None,
+    "a type": lambda: torch.Tensor,
+}
+
+
+def looks_of(way, tensors):
+    return (looks.looks_of if way == "python" else native.looks_of)(tensors)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("position", [0, 1])
+def test_tensors_that_look_otherwise(way, other, position):
+    alike = looks_of(way, [of(), of()])
+    assert alike(of(), of())
+    assert alike(torch.ones(2, 3)[:], of(4, 3)[1:3])
+    given = [of(), of()]
+    given[position] = OTHERS[other]()
+    if other == "nested" and way == "python":
+        return  # it ends the process
+    assert not alike(*given)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_many_tensors_and_which(way):
+    a, b = of(), of()
+    alike = looks_of(way, [a, b])
+    assert alike(b, a)
+    assert not alike(a, a)
+    if way == "compiled":  # torch's own check takes their number for granted
+        for given in ([], [a], [a, b, of()]):
+            assert not alike(*given)
+    many = [of(1) for _ in range(200)]
+    alike = looks_of(way, many)
+    assert alike(*reversed(many))
+    assert not alike(*many[:-1], many[3])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_complex_tensors_and_scalars(way):
+    z = torch.zeros(3, dtype=torch.complex64)
+    assert looks_of(way, [z])(z.clone())
+    assert not looks_of(way, [z])(z.conj())
+    assert looks_of(way, [z.conj()])(z.clone().conj())
+    assert looks_of(way, [torch.tensor(1.0)])(torch.tensor(2.0))
+    assert not looks_of(way, [torch.tensor(1.0)])(torch.zeros(1))
+    assert looks_of(way, [of(0, 3)])(of(0, 3))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("devices", [["cpu"], ["meta", "cpu"]])
+def test_modes_of_the_thread(way, devices):
+    tensors = [of(device=device) for device in devices]
+    alike = looks_of(way, tensors)
+    with torch.autocast("cpu"):
+        assert not alike(*tensors)
+        assert looks_of(way, tensors)(*tensors)
+    answers = []
+    torch.vmap(lambda x: answers.append(alike(*tensors)) or x)(of())
+    assert answers == [False]
+    assert alike(*tensors)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_looks_keep_no_tensor(way):
+    tensor = of()
+    alive, alike = weakref.ref(tensor), looks_of(way, [tensor])
+    del tensor
+    gc.collect()
+    assert alive() is None
+    assert alike(of())
+
+
+@compiled
+@pytest.mark.parametrize(("tensors", "firsts"), [((3,), ()), ((of(),), (1,)), ((of(),), (-1,)), ((of(),), ("x",))])
+def test_what_no_looks_are_made_of(tensors, firsts):
+    with pytest.raises((TypeError, IndexError)):
+        native._native.Looks(tensors, firsts, None)
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_without_sizes_have_no_looks():
+    with pytest.raises(RuntimeError, match="without sizes and strides"):
+        native._native.Looks((of(), OTHERS["nested"]()), (), None)
 
 
 # ---------------------------------------------------------------------------------------------- sights
@@ -168,6 +294,8 @@ def test_a_sight_tells_each_change(way, change):
     assert lasts()
     assert lasts()
     CHANGES[change](seen)
+    if change == "requires_grad" and way == "compiled":
+        return  # which it leaves out
     assert not lasts()
     assert not lasts()
 
@@ -315,15 +443,18 @@ def test_an_error_of_the_check_is_raised():
         sight.lasts()
 
 
-class CompiledSight(ReferenceGraphedForward):
+class Compiled(ReferenceGraphedForward):
+    looks_of = staticmethod(native.looks_of)
     sight_of = staticmethod(native.sight_of)
 
 
 @compiled
-class TestCompiledSight(StateContract, HiddenContract, LifeContract, TurnsContract):
-    """The contract where it is about modules, on the CPU, with the compiled sight."""
+class TestCompiled(
+    AmbientContract, KeyContract, RefusalContract, StateContract, HiddenContract, LifeContract, TurnsContract
+):
+    """The contract where it is about what a call or a module is like, on the CPU, with the compiled part."""
 
-    cls = CompiledSight
+    cls = Compiled
     device = "cpu"
 
 
@@ -460,8 +591,7 @@ assert CUDAGraphedForward.sight_of is looks.sight_of
 def bound_with(monkeypatch, **others):
     """What binding says where the compiled part has these in place of its own."""
     real = native._native
-    names = ("INTERFACE", "word", "address")
-    same = {name: getattr(real, name) for name in names}
+    same = {"INTERFACE": real.INTERFACE, "address": real.address}
     fake = SimpleNamespace(**{"bind": lambda *args: None, "watch": lambda *args: None, **same, **others})
     monkeypatch.setattr(native, "_native", fake)
     return native._bind()
@@ -472,26 +602,32 @@ def bound_with(monkeypatch, **others):
     ("name", "value", "why"),
     [
         ("INTERFACE", 0, "was built for another version of this package"),
-        ("word", lambda thing, offset: 0, "no one place of a tensor"),
-        ("word", lambda thing, offset: thing._cdata, "no one place of a tensor"),
         ("address", lambda tensor: 1, "other addresses"),
     ],
 )
-def test_a_torch_that_is_otherwise_is_told(monkeypatch, name, value, why):
+def test_an_extension_that_is_otherwise_is_told(monkeypatch, name, value, why):
     assert bound_with(monkeypatch) is None
     monkeypatch.undo()
     assert why in bound_with(monkeypatch, **{name: value})
 
 
 @compiled
+@pytest.mark.parametrize("found", [[], [16, 24]])
+@pytest.mark.parametrize("start", [object.__basicsize__, 8], ids=["tensor", "keys"])
+def test_a_torch_that_is_otherwise_is_told(monkeypatch, start, found):
+    places = native._places
+    monkeypatch.setattr(native, "_places", lambda at, *args: found if at == start else places(at, *args))
+    assert "torch has no one place" in bound_with(monkeypatch)
+
+
+@compiled
 def test_a_python_that_is_otherwise_is_told(monkeypatch):
-    word = native._native.word
     if sys.version_info >= (3, 12):
         full = Mock(side_effect=RuntimeError("no more dict watcher IDs available"))
         assert bound_with(monkeypatch, watch=full) == "no more dict watcher IDs available"
     else:
-        other = lambda thing, offset: 0 if type(thing) is dict else word(thing, offset)  # noqa: E731
-        assert "versions of its dicts elsewhere" in bound_with(monkeypatch, word=other)
+        monkeypatch.setattr(looks, "dict_version", lambda held: 0)
+        assert "versions of its dicts elsewhere" in bound_with(monkeypatch)
 
 
 def test_what_is_missing_is_told_once(monkeypatch, caplog):

@@ -10,7 +10,7 @@ import torch
 
 from graphreplay.entry import Graph
 from graphreplay.hostsync import HostSyncProbe
-from graphreplay.looks import SightOf, sight_of
+from graphreplay.looks import LooksOf, SightOf, looks_of, sight_of
 from graphreplay.pool import GraphPool
 
 
@@ -24,8 +24,9 @@ class BackendHooks:
     name: str
     pool: GraphPool
 
+    looks_of: LooksOf = staticmethod(looks_of)
     sight_of: SightOf = staticmethod(sight_of)
-    """How to tell soon whether a module is as it was."""
+    """How to tell soon what tensors look like, and whether a module is as it was."""
 
     captures_run: bool = False
     """Whether ``_capture_graph`` computes, and runs collectives, while it captures."""

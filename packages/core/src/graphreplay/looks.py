@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,8 +52,13 @@ def looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
+LooksOf: TypeAlias = Callable[[Sequence[Tensor]], Callable[..., bool]]
+"""Makes checks of what tensors look like, as ``looks_of``; ``requires_grad`` may be left out."""
+
+
 class SightOf(Protocol):
-    """Makes checks whether tensors, dicts and objects are as they were; as ``sight_of``."""
+    """Makes checks whether tensors, dicts and objects are as they were, as ``sight_of``; ``requires_grad`` and modes of
+    the thread may be left out."""
 
     def __call__(
         self,

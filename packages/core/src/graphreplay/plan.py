@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from graphreplay import looks
 from graphreplay.ambient import Ambient, State
-from graphreplay.looks import looks_of
 from graphreplay.request import Key
 from graphreplay.values import ONLY_STR, PLAIN_TYPES
 
@@ -37,6 +37,7 @@ class Plan:
         kwargs: dict[str, Any],
         variant: Any,
         leaves: Sequence[Tensor],
+        looks_of: looks.LooksOf = looks.looks_of,
     ) -> None:
         if any(state[:2]):
             raise ValueError("modes that are active")
@@ -79,7 +80,8 @@ class Plan:
         self._types = tuple(map(type, self._constants))
         self._zeros = [(p, copysign(1.0, x)) for p, x in enumerate(self._constants) if type(x) is float and x == 0.0]
         """Where zeros are among the constants, and their signs, which == does not see."""
-        self._look_alike = looks_of(leaves)
+        # Where gradients are on, it matters which of them require some.
+        self._look_alike = (looks.looks_of if self.grad_mode else looks_of)(leaves)
 
     def match(self, state: State, kwargs: dict[str, Any], variant: Any) -> Sequence[Tensor] | None:
         """The leaves of a call in their order, if it has the key, or None if it may not have it.

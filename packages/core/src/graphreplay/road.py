@@ -266,7 +266,7 @@ class Road(GraphStore):
         if any(map(Tensor.is_neg, request.leaves)) or any(map(Tensor.is_conj, request.leaves)):
             return  # of those to come, most will hold their values as they are
         try:
-            plan = Plan(entry.key, self._ambient, state, kwargs, variant, request.leaves)
+            plan = Plan(entry.key, self._ambient, state, kwargs, variant, request.leaves, self.looks_of)
         except ValueError as error:
             entry.plannable = False  # and no later call tries again, which takes half of what its key takes
             logger.debug("%s builds the key of each such call: %s", self.name, str(error))

@@ -5,16 +5,15 @@ from torch import Tensor
 
 INTERFACE: int
 
-def bind(
-    get_data_ptr: int,
-    get_storage_size: int,
-    tensor_offset: int,
-    tensor_base: type,
-    /,
-) -> None: ...
+def bind(functions: tuple[int, ...], tensor_offset: int, keys_offset: int, tensor_base: type, /) -> None: ...
 def watch(add_watcher: int, watch: int, unwatch: int, /) -> None: ...
 def address(tensor: Tensor, /) -> int: ...
-def word(object: object, offset: int, /) -> int: ...
+
+class Looks:
+    def __init__(
+        self, tensors: tuple[Tensor, ...], firsts: tuple[int, ...], check: Callable[..., bool] | None, /
+    ) -> None: ...
+    def alike(self, *tensors: Any) -> bool: ...
 
 class Loader:
     def __init__(

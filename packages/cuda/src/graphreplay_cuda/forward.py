@@ -17,6 +17,7 @@ from graphreplay_cuda.captured import CapturedForward, PoolState, capture
 class CUDAGraphedForward(GraphedForward):
     """GraphedForward on CUDA graphs. Arguments, calls and errors are those of GraphedForward."""
 
+    looks_of = staticmethod(native.looks_of)
     sight_of = staticmethod(native.sight_of)
 
     @classmethod

@@ -20,13 +20,18 @@ from torch.nn import Parameter
 from graphreplay import looks
 from graphreplay.stats import logger
 
-INTERFACE = 2
+INTERFACE = 3
 """Of native.h: goes up there and here with each change of what the compiled part takes, or does."""
 
-_OBJECT_HEAD = object.__basicsize__
+_FUNCTIONS = ("data_ptr", "storage_size", "dtype", "device_type", "device_index", "dim", "sizes", "strides")
+"""What it asks of a tensor, in the order of native.h."""
+
+_WORD = 8
+_IMPL_BYTES = 192
+"""How far to look into what a tensor points to, which is larger in every torch since 1.6."""
+
 _DICT_VERSION = 24
 """Where Python 3.11 has the version of a dict, see sight.c."""
-
 
 try:
     import graphreplay_cuda._native as _native
@@ -44,16 +49,19 @@ def _bind() -> str | None:
         return "it was built for another version of this package; install that once more"
     try:
         library = ctypes.CDLL(torch._C.__file__)  # and what it is linked to
-        functions = _address(library.aoti_torch_get_data_ptr), _address(library.aoti_torch_get_storage_size)
+        functions = tuple(_address(getattr(library, f"aoti_torch_get_{name}")) for name in _FUNCTIONS)
     except (OSError, AttributeError) as error:
         return f"torch has no C interface to tensors: {error}"
     base: Any = torch._C.TensorBase
-    samples = [torch.zeros(4), torch.zeros(4)[2:], Parameter(torch.zeros(2, 3)), torch.zeros(0)]
-    places = range(_OBJECT_HEAD, base.__basicsize__ - 7, 8)
-    found = [place for place in places if all(_native.word(t, place) == t._cdata for t in samples)]
-    if len(found) != 1:
-        return "torch has no one place of a tensor in its Python object"
-    _native.bind(*functions, found[0], base)
+    lazy = torch.zeros(3, dtype=torch.complex64).conj()
+    with torch.inference_mode():
+        samples = [torch.zeros(4), torch.zeros(4)[2:], torch.zeros(0), lazy.clone(), lazy, lazy.imag]
+    samples += [torch.zeros(2, dtype=torch.int8), Parameter(torch.zeros(2, 3)), lazy.clone(), lazy, lazy.imag]
+    tensors = _places(object.__basicsize__, base.__basicsize__, [(id(t), t._cdata) for t in samples])
+    keys = _places(_WORD, _IMPL_BYTES, [(t._cdata, torch._C._dispatch_keys(t).raw_repr()) for t in samples])
+    if len(tensors) != 1 or len(keys) != 1:
+        return "torch has no one place of a tensor in its Python object, or of its keys in itself"
+    _native.bind(functions, tensors[0], keys[0], base)
     if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
         return "torch's C interface to tensors gives other addresses"
     return _watch_dicts()
@@ -71,13 +79,29 @@ def _watch_dicts() -> str | None:
     sample = {"a": 0}
     for value in range(3):
         sample["a"] = value
-        if _native.word(sample, _DICT_VERSION) != looks.dict_version(sample):
+        if _places(_DICT_VERSION, _DICT_VERSION + _WORD, [(id(sample), looks.dict_version(sample))]) == []:
             return "this Python has the versions of its dicts elsewhere"
     return None
 
 
+def _places(start: int, end: int, found: Sequence[tuple[int, int]]) -> list[int]:
+    """At which offsets from each of some addresses there is the number that goes with it."""
+    read = ctypes.c_uint64.from_address
+    offsets = range(start, end - _WORD + 1, _WORD)
+    return [offset for offset in offsets if all(read(at + offset).value == number for at, number in found)]
+
+
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _compiled_looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """As ``looks.looks_of``, but for ``requires_grad``."""
+    firsts: dict[str, int] = {}  # modes of the thread show in one tensor of each kind of device
+    for position, tensor in enumerate(tensors):
+        firsts.setdefault(tensor.device.type, position)
+    check = looks.looks_of([tensors[position] for position in firsts.values()])
+    return _native.Looks(tuple(tensors), tuple(firsts.values()), check).alike
 
 
 def _compiled_sight_of(
@@ -86,10 +110,12 @@ def _compiled_sight_of(
     empty: Sequence[dict[Any, Any]],
     objects: Sequence[Any],
 ) -> Callable[[], bool]:
-    """As ``looks.sight_of``, but that dicts which were filled and emptied again have changed, too."""
+    """As ``looks.sight_of``, but for ``requires_grad`` and modes of the thread; and dicts which were filled and emptied
+    again have changed."""
     if any(empty):
         return lambda: False
-    return _native.Sight(looks.looks_of(tensors), tuple(tensors), (*dicts, *empty), tuple(objects)).lasts
+    alike = _native.Looks(tuple(tensors), (), None).alike
+    return _native.Sight(alike, tuple(tensors), (*dicts, *empty), tuple(objects)).lasts
 
 
 @cache
@@ -102,4 +128,5 @@ def warn_if_missing() -> None:
 missing: str | None = _why_not_built or _bind()
 """Why the compiled part does not serve, or None where it does."""
 
+looks_of: looks.LooksOf = looks.looks_of if missing else _compiled_looks_of
 sight_of: looks.SightOf = looks.sight_of if missing else _compiled_sight_of
