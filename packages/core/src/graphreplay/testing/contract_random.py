@@ -263,7 +263,7 @@ class RandomContract(ContractBase):
         assert graphed.stats()["replays"] == 0
 
     def test_default_generator_by_name(self) -> None:
-        place = torch.device(self.device)
+        place = self.x().device  # a device has its generators from its first tensor on
         generator = torch.default_generator
         if place.type != "cpu":
             generator = torch.get_device_module(place).default_generators[place.index or 0]
