@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | own parameter or buffer as a kwarg | eager | test_own_weight_* |
 | object, cycle, subclass, odd tensor, freed tensor | eager with the path | test_unsupported_leaf_runs_eagerly |
+| an input that was freed behind recognized calls | eager with the path | test_tensor_that_was_freed_* |
 | clone_static of such | error with the path | test_clone_static_refuses_by_path |
 | kwargs that the forward itself changes | as eager | test_forward_that_edits_its_kwargs |
 | host scalar that changes at every call | bounded captures, then eager, leaf named | test_changing_host_scalar_* |
