@@ -195,6 +195,39 @@ def test_modes_of_the_thread(way, devices):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first", ["mkldnn", "made under inference mode"])
+def test_modes_that_show_in_the_second_tensor_alone(way, first):
+    tensors = [OTHERS[first](), of()]
+    alike = looks_of(way, tensors)
+    assert alike(*tensors)
+    with torch.autocast("cpu"):
+        assert not alike(*tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not alike(*tensors)
+    assert alike(*tensors)
+
+
+class Lying(torch.Tensor):
+    """Says of itself that it has a million dimensions."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 3), dispatch_sizes_strides_policy="sizes")
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        answers = {"dim": 1_000_000, "sym_size": [2, 3], "size": [2, 3], "sym_stride": [3, 1], "stride": [3, 1]}
+        return answers[op.overloadpacket.__name__]
+
+
+@compiled
+def test_subclasses_are_left_to_torch():
+    assert type(native.looks_of([of()]).__self__) is native._native.Looks
+    assert type(native.looks_of([Lying()]).__self__) is not native._native.Looks
+    assert native.sight_of([torch.Tensor._make_subclass(Subclass, of())], [], [], [])()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_looks_keep_no_tensor(way):
     tensor = of()
     alive, alike = weakref.ref(tensor), looks_of(way, [tensor])

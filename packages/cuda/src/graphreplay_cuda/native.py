@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from graphreplay import looks
 from graphreplay.stats import logger
+from graphreplay.tree import TENSOR_TYPES
 
 INTERFACE = 3
 """Of native.h: goes up there and here with each change of what the compiled part takes, or does."""
@@ -95,11 +96,18 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether what the tensors say of themselves comes from torch, and not from a subclass."""
+    return set(map(type, tensors)) <= TENSOR_TYPES
+
+
 def _compiled_looks_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """As ``looks.looks_of``, but for ``requires_grad``."""
-    firsts: dict[str, int] = {}  # modes of the thread show in one tensor of each kind of device
+    """As ``looks.looks_of``, but for ``requires_grad``; it may say no where that finds that modes hide a difference."""
+    if not _are_plain(tensors):
+        return looks.looks_of(tensors)
+    firsts: dict[int, int] = {}  # modes of the thread show alike in tensors of equal keys
     for position, tensor in enumerate(tensors):
-        firsts.setdefault(tensor.device.type, position)
+        firsts.setdefault(torch._C._dispatch_keys(tensor).raw_repr(), position)
     check = looks.looks_of([tensors[position] for position in firsts.values()])
     return _native.Looks(tuple(tensors), tuple(firsts.values()), check).alike
 
@@ -114,6 +122,8 @@ def _compiled_sight_of(
     again have changed."""
     if any(empty):
         return lambda: False
+    if not _are_plain(tensors):
+        return looks.sight_of(tensors, dicts, empty, objects)
     alike = _native.Looks(tuple(tensors), (), None).alike
     return _native.Sight(alike, tuple(tensors), (*dicts, *empty), tuple(objects)).lasts
 
