@@ -494,6 +494,17 @@ class TestCompiled(
 # ---------------------------------------------------------------------------------------------- loader
 
 
+class Bindings:
+    """The bindings, but for one function: the collector may free graphs of other tests meanwhile."""
+
+    def __init__(self, real, set_params):
+        self._real = real
+        self.cuGraphExecKernelNodeSetParams = set_params
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+
 class Driver:
     """Notes what the table says at each call that sets the parameters of the stage kernel."""
 
@@ -504,13 +515,9 @@ class Driver:
         monkeypatch.setattr(native, "missing", "tested without" if way == "python" else None)
         monkeypatch.setattr(kernels, "stage", lambda index, capacity, outputs: None)
         monkeypatch.setattr(kernels, "hand_out", lambda index, capacity: None)
-        monkeypatch.setattr(driver, "kernel_params", lambda *args: SimpleNamespace(getPtr=lambda: 33, __int__=None))
+        monkeypatch.setattr(driver, "kernel_params", lambda *args: SimpleNamespace(getPtr=lambda: 33))
         monkeypatch.setattr(driver, "address", lambda name: ctypes.cast(self._held, ctypes.c_void_p).value)
-        bindings = SimpleNamespace(
-            cuGraphExecKernelNodeSetParams=lambda executable, node, params: self.set_params(
-                executable, node, params.getPtr()
-            )
-        )
+        bindings = Bindings(driver.bindings(), lambda *args: self.set_params(*args[:2], args[2].getPtr()))
         monkeypatch.setattr(driver, "bindings", lambda: bindings)
 
     def set_params(self, executable, node, params):
