@@ -52,6 +52,6 @@ format: setup ## Sort imports, fix what ruff can, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove everything built or cached, but not .venv
+clean: ## Remove everything built or cached, but not .venv and what it runs
 	rm -rf dist build packages/*/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find packages harness tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import venv
@@ -178,7 +179,9 @@ def check_all(dist: Path, temporary: Path) -> None:
 
     check("the CUDA backend installs beside it", lambda: install(cuda))
     check_code("graphreplay_cuda imports", CUDA_IMPORTS)
-    if shutil.which("cc"):
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        print("skipped          its compiled part is there: not for free-threaded Pythons", flush=True)
+    elif shutil.which("cc"):
         check_code("its compiled part is there", CUDA_IS_COMPILED)
     else:
         print("skipped          its compiled part is there: this machine has no C compiler", flush=True)

@@ -6,7 +6,7 @@ typedef int (*set_params_t)(void *executable, void *node, const void *params);
 
 typedef struct {
     PyObject_HEAD
-    PyObject *table; /* owns all that the pointers below lead to */
+    PyObject *table; /* owns the memory below, and the params; the graph owns executable and node */
     uint64_t *sizes, *sources, *targets;
     Py_ssize_t inputs, outputs;
     set_params_t set_params;
@@ -98,7 +98,7 @@ static PyObject *load(PyObject *object, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     {"load", (PyCFunction)(void (*)(void))load, METH_FASTCALL,
      "load(inputs, outputs): sets the table for these lists or tuples of tensors, outputs nowhere if empty. Returns the "
-     "driver's status, 0 for success; or -1, with nothing told to it, if an input whose size is not 0 has no memory."},
+     "driver's status, 0 for success; or -1, with nothing told to it, though the table is half filled, if an input whose size is not 0 has no memory."},
     {NULL, NULL, 0, NULL},
 };
 

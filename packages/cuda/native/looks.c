@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define FEW 64 /* objects that fit into a table on the stack */
-#define SLOTS (4 * FEW)
+#define SLOTS 256 /* 8 bits of a hash */
 
 typedef struct {
     PyObject *type;
@@ -22,7 +22,7 @@ typedef struct {
     PyObject *firsts; /* their positions, a tuple */
     Py_ssize_t count, kept; /* kept: how many of the looks have a type */
     Look *looks;
-    PyObject **sorted; /* room for that */
+    PyObject **sorted; /* room for more than that */
 } Looks;
 
 /* What a tensor looks like, but for its type; its sizes and strides stay torch's. Returns 0, or 1 if it has no such. */
@@ -42,7 +42,6 @@ static int keep(Looks *self, PyObject *tensor)
     if (!handle)
         return -1;
     if (look_at(handle, look, &strides)) {
-        look->sizes = NULL;
         PyErr_SetString(PyExc_RuntimeError, "a tensor without sizes and strides");
         return -1;
     }
@@ -86,7 +85,8 @@ static int are_apart(Looks *self, PyObject *const *objects)
     if (self->count <= FEW) {
         PyObject *slots[SLOTS] = {0};
         for (Py_ssize_t i = 0; i < self->count; i++) {
-            size_t slot = ((uintptr_t)objects[i] >> 4) * 0x9E3779B1u % SLOTS; /* by Fibonacci hashing */
+            /* Fibonacci hashing: the high bits of a product with 2^64 over the golden ratio */
+            size_t slot = (uint64_t)(uintptr_t)objects[i] * 0x9E3779B97F4A7C15u >> 56;
             for (; slots[slot]; slot = (slot + 1) % SLOTS)
                 if (slots[slot] == objects[i])
                     return 0;
@@ -136,9 +136,10 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->firsts = Py_NewRef(firsts);
     self->count = PyTuple_Size(tensors);
     self->looks = PyMem_Calloc(self->count + 1, sizeof(Look));
-    self->sorted = PyMem_Calloc(self->count + 1, sizeof(PyObject *));
+    if (self->count > FEW)
+        self->sorted = PyMem_Calloc(self->count, sizeof(PyObject *));
     int failed = 0;
-    if (!self->looks || !self->sorted) {
+    if (!self->looks || (self->count > FEW && !self->sorted)) {
         PyErr_NoMemory();
         failed = 1;
     }

@@ -1,6 +1,8 @@
-/* The module: what it needs to know of torch and of CPython, which native.py tells it once, and has tried before. */
+/* The module: what it needs to know of torch and of CPython, which native.py tells it once, and tries. */
 
 #include "native.h"
+
+#include <string.h>
 
 Torch torch;
 static Py_ssize_t tensor_offset; /* of the at::Tensor within its Python object */
@@ -52,8 +54,7 @@ static PyObject *bind(PyObject *module, PyObject *args)
         addresses[i] = (uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(functions, i));
     if (PyErr_Occurred())
         return NULL;
-    for (Py_ssize_t i = 0; i < count; i++)
-        ((uintptr_t *)&torch)[i] = addresses[i];
+    memcpy(&torch, addresses, sizeof torch);
     tensor_base = (PyTypeObject *)Py_NewRef(base);
     return Py_BuildValue("");
 }
@@ -68,6 +69,12 @@ static PyObject *watch(PyObject *module, PyObject *args)
     return Py_BuildValue("");
 }
 
+static PyObject *read_versions(PyObject *module, PyObject *offset)
+{
+    read_versions_at(PyLong_AsSsize_t(offset));
+    return PyErr_Occurred() ? NULL : Py_BuildValue("");
+}
+
 static PyObject *address(PyObject *module, PyObject *tensor)
 {
     uint64_t found;
@@ -80,6 +87,8 @@ static PyMethodDef methods[] = {
     {"watch", watch, METH_VARARGS,
      "watch(add_watcher, watch, unwatch): comes before the first Sight where this Python has watchers of dicts, by these "
      "addresses of functions."},
+    {"read_versions", read_versions, METH_O,
+     "read_versions(offset): comes in place of watch() where dicts have a version at an offset."},
     {"address", address, METH_O, "The address of a tensor's bytes, as data_ptr() gives it; 0 if its storage was freed."},
     {NULL, NULL, 0, NULL},
 };

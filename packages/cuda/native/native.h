@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Goes up, here and in native.py, with each change of what this part takes, or does: an older build may lie about. */
-#define INTERFACE 3
+#define INTERFACE 4
 
 /* Functions of AOTInductor's C interface, which torch keeps stable, in the order in which native.py names them. A handle
  * is the address of an at::Tensor; 0 means success. */
@@ -33,7 +33,7 @@ void *handle_of(PyObject *tensor);
 uint64_t keys_of(void *handle);
 
 /* Where the bytes of a tensor begin, 0 if it has none, or its storage was freed. Returns -1 with an exception set if it
- * is no tensor. */
+ * is no tensor, or one without a storage, as sparse ones are. */
 int address_of(PyObject *tensor, uint64_t *address);
 
 /* An item of a list or tuple, borrowed. */
@@ -51,5 +51,6 @@ typedef int (*on_change_t)(int event, PyObject *dict, PyObject *key, PyObject *v
 typedef int (*add_watcher_t)(on_change_t on_change);
 int watch_by(add_watcher_t add_watcher, watch_t watch, watch_t unwatch);
 int dicts_are_watched(void);
+void read_versions_at(Py_ssize_t offset); /* on Python 3.11, whose dicts have a number that changes with them */
 int watch_dict(PyObject *dict, int *touched);
 void unwatch_dict(PyObject *dict, int *touched);

@@ -5,11 +5,9 @@
 
 #include "native.h"
 
-#define VERSION_OFFSET 24 /* of ma_version_tag in PyDictObject of Python 3.11 */
-
 typedef struct {
     PyObject_HEAD
-    PyObject *look_alike; /* the check of torch's guards */
+    PyObject *look_alike; /* called with the tensors */
     PyObject *tensors, *dicts, *objects; /* tuples */
     Py_ssize_t n_tensors, n_dicts, n_objects;
     Py_ssize_t n_watched, n_classes; /* how many of them are watched, or kept, by now */
@@ -19,9 +17,16 @@ typedef struct {
     int touched;
 } Sight;
 
+static Py_ssize_t version_offset; /* of ma_version_tag in PyDictObject */
+
+void read_versions_at(Py_ssize_t offset)
+{
+    version_offset = offset;
+}
+
 static uint64_t version_of(PyObject *dict)
 {
-    return *(uint64_t *)((char *)dict + VERSION_OFFSET);
+    return *(uint64_t *)((char *)dict + version_offset);
 }
 
 /* Notes what all of it is like. Watching comes first, so that no change is missed. */

@@ -167,7 +167,8 @@ class ModuleWatch:
         return None
 
     def is_untouched(self) -> bool:
-        """Whether nobody has touched any of it since ``changed`` looked closely: a quick answer to most calls."""
+        """Whether nobody has touched any of it since ``changed`` looked closely: a quick answer to most calls. Backends
+        may leave out whether weights require gradients, which counts where grad mode is on: see ``requires_grad``."""
         return (
             self._lasts is not None
             and self._lasts()

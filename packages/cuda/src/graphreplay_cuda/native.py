@@ -2,15 +2,16 @@
 
 It works with any torch and any CPython from 3.11 on, since it finds out here what it has to know of them, and tries
 that. Where it cannot be had (no compiler when the package was built, a free-threaded Python, a torch that holds its
-tensors otherwise), calls take longer and do the same.
+tensors otherwise), calls take longer and return the same. All of it is for 64 bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,23 +22,25 @@ from graphreplay import looks
 from graphreplay.stats import logger
 from graphreplay.tree import TENSOR_TYPES
 
-INTERFACE = 3
+INTERFACE = 4
 """Of native.h: goes up there and here with each change of what the compiled part takes, or does."""
 
 _FUNCTIONS = ("data_ptr", "storage_size", "dtype", "device_type", "device_index", "dim", "sizes", "strides")
 """What it asks of a tensor, in the order of native.h."""
 
 _WORD = 8
-_IMPL_BYTES = 192
-"""How far to look into what a tensor points to, which is larger in every torch since 1.6."""
+_IMPL_BYTES = 176
+"""How far to look into what a tensor points to: its size in torch 2.11 to 2.13, whose last word are the keys."""
 
 _DICT_VERSION = 24
-"""Where Python 3.11 has the version of a dict, see sight.c."""
+"""Where Python 3.11 has the version of a dict."""
 
 try:
     import graphreplay_cuda._native as _native
 except ModuleNotFoundError:
     _why_not_built = "it was not built; install a C compiler and the headers of Python, and graphreplay-cuda once more"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        _why_not_built = "it is for Pythons that are not free-threaded"
 except ImportError as error:
     _why_not_built = f"it cannot be loaded: {error}"
 else:
@@ -49,15 +52,20 @@ def _bind() -> str | None:
     if getattr(_native, "INTERFACE", 0) != INTERFACE:
         return "it was built for another version of this package; install that once more"
     try:
-        library = ctypes.CDLL(torch._C.__file__)  # and what it is linked to
-        functions = tuple(_address(getattr(library, f"aoti_torch_get_{name}")) for name in _FUNCTIONS)
-    except (OSError, AttributeError) as error:
-        return f"torch has no C interface to tensors: {error}"
+        return _bind_tensors() or _watch_dicts()
+    except Exception as error:  # whatever another torch or Python lacks
+        return f"torch or Python are other than it takes them for: {type(error).__name__}: {error}"
+
+
+def _bind_tensors() -> str | None:
+    library = ctypes.CDLL(torch._C.__file__)  # and what it is linked to
+    functions = tuple(_address(getattr(library, f"aoti_torch_get_{name}")) for name in _FUNCTIONS)
     base: Any = torch._C.TensorBase
-    lazy = torch.zeros(3, dtype=torch.complex64).conj()
+    zeros = partial(torch.zeros, device="cpu")
+    lazy = zeros(3, dtype=torch.complex64).conj()
     with torch.inference_mode():
-        samples = [torch.zeros(4), torch.zeros(4)[2:], torch.zeros(0), lazy.clone(), lazy, lazy.imag]
-    samples += [torch.zeros(2, dtype=torch.int8), Parameter(torch.zeros(2, 3)), lazy.clone(), lazy, lazy.imag]
+        samples = [zeros(4), zeros(4)[2:], zeros(0), lazy.clone(), lazy, lazy.imag]
+    samples += [zeros(2, dtype=torch.int8), Parameter(zeros(2, 3)), lazy.clone(), lazy, lazy.imag]
     tensors = _places(object.__basicsize__, base.__basicsize__, [(id(t), t._cdata) for t in samples])
     keys = _places(_WORD, _IMPL_BYTES, [(t._cdata, torch._C._dispatch_keys(t).raw_repr()) for t in samples])
     if len(tensors) != 1 or len(keys) != 1:
@@ -65,23 +73,21 @@ def _bind() -> str | None:
     _native.bind(functions, tensors[0], keys[0], base)
     if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
         return "torch's C interface to tensors gives other addresses"
-    return _watch_dicts()
+    return None
 
 
 def _watch_dicts() -> str | None:
     """Has changed dicts be noticed; returns why they cannot be, or None."""
     if sys.version_info >= (3, 12):
-        api = ctypes.pythonapi
-        try:
-            _native.watch(*map(_address, (api.PyDict_AddWatcher, api.PyDict_Watch, api.PyDict_Unwatch)))
-        except RuntimeError as error:  # there are eight watchers of dicts for all
-            return str(error)
+        api = ctypes.pythonapi  # where eight watchers of dicts are to be had
+        _native.watch(*map(_address, (api.PyDict_AddWatcher, api.PyDict_Watch, api.PyDict_Unwatch)))
         return None
     sample = {"a": 0}
     for value in range(3):
         sample["a"] = value
-        if _places(_DICT_VERSION, _DICT_VERSION + _WORD, [(id(sample), looks.dict_version(sample))]) == []:
+        if not _places(_DICT_VERSION, _DICT_VERSION + _WORD, [(id(sample), looks.dict_version(sample))]):
             return "this Python has the versions of its dicts elsewhere"
+    _native.read_versions(_DICT_VERSION)
     return None
 
 

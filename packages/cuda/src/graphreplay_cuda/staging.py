@@ -14,19 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from graphreplay import ConfigurationError
 from graphreplay.entry import NoMemoryError, require_memory
 from graphreplay.storage import any_freed, extent, is_freed, layout
+from graphreplay.tree import TENSOR_TYPES
 from graphreplay_cuda import driver, kernels
 from graphreplay_cuda.copynode import CopyNode, Table, loader
 from graphreplay_cuda.errors import DriverError
 
-_PLAIN_TYPES = {Tensor, Parameter}
 
-
-class _Looks:
+class _Likeness:
     """What inputs must look like for their bytes to be what the buffers should get."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -38,14 +36,14 @@ class _Looks:
         self._layouts = [tensor.layout for tensor in like]
         self._complex = any(dtype.is_complex for dtype in self._dtypes)
 
-    def at(self, position: int) -> _Looks:
+    def at(self, position: int) -> _Likeness:
         """Those of one input."""
-        return _Looks(self._like[position : position + 1])
+        return _Likeness(self._like[position : position + 1])
 
     def fit(self, inputs: Sequence[Any]) -> bool:
         """Whether inputs do. One property of all at a time, since this runs on each call."""
         return (
-            set(map(type, inputs)) <= _PLAIN_TYPES
+            set(map(type, inputs)) <= TENSOR_TYPES
             and [tensor.shape for tensor in inputs] == self._shapes
             and [tensor.dtype for tensor in inputs] == self._dtypes
             and list(map(Tensor.get_device, inputs)) == self._devices
@@ -73,7 +71,7 @@ class Staging:
         with driver.relaxed():
             table = Table(node.launches.device.index, [self._static[p] for p in self._by_node], node.hand_out)
         self._load = loader(node.executable, node.node, table)
-        self._looks = _Looks(self._static)
+        self._likeness = _Likeness(self._static)
         self._sizes = [extent(tensor) for tensor in self._static]
         spans = sorted((t.data_ptr(), t.data_ptr() + n) for t, n in zip(self._static, self._sizes, strict=True) if n)
         self._starts = [start for start, _ in spans]
@@ -142,11 +140,11 @@ class Staging:
         plain = as_list("inputs", inputs)
         if len(plain) != len(self._static):
             raise ConfigurationError(f"{len(plain)} inputs for {len(self._static)} static inputs")
-        if not self._looks.fit(plain):
+        if not self._likeness.fit(plain):
             for position, tensor in enumerate(plain):
                 if not isinstance(tensor, Tensor):
                     raise ConfigurationError(f"input {position} is no tensor but {type(tensor).__name__}")
-                if not self._looks.at(position).fit([tensor]):
+                if not self._likeness.at(position).fit([tensor]):
                     plain[position] = self._converted(position, tensor)
         addresses = list(map(Tensor.data_ptr, plain))
         if any_freed(plain):
@@ -190,7 +188,7 @@ def _check_memory(what: str, tensors: Sequence[Tensor]) -> None:
 def _check_static(static_inputs: list[Tensor], device: torch.device) -> None:
     for position, tensor in enumerate(static_inputs):
         where = f"static input {position}"
-        if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or tensor.is_nested:
+        if type(tensor) not in TENSOR_TYPES or tensor.layout != torch.strided or tensor.is_nested:
             raise ConfigurationError(f"{where} is no plain tensor but {type(tensor).__name__}")
         if tensor.device != device:
             raise ConfigurationError(f"{where} is on {tensor.device}, and the graph on {device}")
