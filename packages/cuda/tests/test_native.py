@@ -667,12 +667,22 @@ def test_an_extension_that_is_otherwise_is_told(monkeypatch, name, value, why):
 
 
 @compiled
-@pytest.mark.parametrize("found", [[], [16, 24]])
 @pytest.mark.parametrize("start", [object.__basicsize__, 8], ids=["tensor", "keys"])
-def test_a_torch_that_is_otherwise_is_told(monkeypatch, start, found):
-    places = native._places
-    monkeypatch.setattr(native, "_places", lambda at, *args: found if at == start else places(at, *args))
-    assert "torch has no one place" in bound_with(monkeypatch)
+def test_a_torch_that_is_otherwise_is_told(monkeypatch, start):
+    place = native._place
+    monkeypatch.setattr(native, "_place", lambda at, *args: None if at == start else place(at, *args))
+    assert "torch has no place" in bound_with(monkeypatch)
+
+
+@compiled
+def test_where_numbers_are_found():
+    held = (ctypes.c_uint64 * 4)(7, 8, 9, 8)
+    at = ctypes.addressof(held)
+    assert native._place(0, 32, [(at, 8)]) == 8
+    assert native._place(16, 32, [(at, 8)]) == 24
+    assert native._place(16, 24, [(at, 8)]) is None
+    assert native._place(0, 24, [(at, 8), (at + 8, 9)]) == 8
+    assert native._place(0, 24, [(at, 8), (at + 8, 7)]) is None
 
 
 @compiled

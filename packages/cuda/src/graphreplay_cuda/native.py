@@ -29,8 +29,9 @@ _FUNCTIONS = ("data_ptr", "storage_size", "dtype", "device_type", "device_index"
 """What it asks of a tensor, in the order of native.h."""
 
 _WORD = 8
-_IMPL_BYTES = 176
-"""How far to look into what a tensor points to: its size in torch 2.11 to 2.13, whose last word are the keys."""
+_IMPL_BYTES = 192
+"""How far to look for the keys in what a tensor points to. They are its last word in torch 2.11, at 176, and in 2.13,
+at 168; the search ends there."""
 
 _DICT_VERSION = 24
 """Where Python 3.11 has the version of a dict."""
@@ -66,11 +67,11 @@ def _bind_tensors() -> str | None:
     with torch.inference_mode():
         samples = [zeros(4), zeros(4)[2:], zeros(0), lazy.clone(), lazy, lazy.imag]
     samples += [zeros(2, dtype=torch.int8), Parameter(zeros(2, 3)), lazy.clone(), lazy, lazy.imag]
-    tensors = _places(object.__basicsize__, base.__basicsize__, [(id(t), t._cdata) for t in samples])
-    keys = _places(_WORD, _IMPL_BYTES, [(t._cdata, torch._C._dispatch_keys(t).raw_repr()) for t in samples])
-    if len(tensors) != 1 or len(keys) != 1:
-        return "torch has no one place of a tensor in its Python object, or of its keys in itself"
-    _native.bind(functions, tensors[0], keys[0], base)
+    tensors = _place(object.__basicsize__, base.__basicsize__, [(id(t), t._cdata) for t in samples])
+    keys = _place(_WORD, _IMPL_BYTES, [(t._cdata, torch._C._dispatch_keys(t).raw_repr()) for t in samples])
+    if tensors is None or keys is None:
+        return "torch has no place of a tensor in its Python object, or of its keys in itself"
+    _native.bind(functions, tensors, keys, base)
     if any(_native.address(tensor) != tensor.data_ptr() for tensor in samples):
         return "torch's C interface to tensors gives other addresses"
     return None
@@ -85,17 +86,17 @@ def _watch_dicts() -> str | None:
     sample = {"a": 0}
     for value in range(3):
         sample["a"] = value
-        if not _places(_DICT_VERSION, _DICT_VERSION + _WORD, [(id(sample), looks.dict_version(sample))]):
+        if _place(_DICT_VERSION, _DICT_VERSION + _WORD, [(id(sample), looks.dict_version(sample))]) is None:
             return "this Python has the versions of its dicts elsewhere"
     _native.read_versions(_DICT_VERSION)
     return None
 
 
-def _places(start: int, end: int, found: Sequence[tuple[int, int]]) -> list[int]:
-    """At which offsets from each of some addresses there is the number that goes with it."""
+def _place(start: int, end: int, found: Sequence[tuple[int, int]]) -> int | None:
+    """The first offset from all of some addresses at which there is the number that goes with each."""
     read = ctypes.c_uint64.from_address
     offsets = range(start, end - _WORD + 1, _WORD)
-    return [offset for offset in offsets if all(read(at + offset).value == number for at, number in found)]
+    return next((offset for offset in offsets if all(read(at + offset).value == number for at, number in found)), None)
 
 
 def _address(function: Any) -> int:
