@@ -172,6 +172,14 @@ def test_graphs_that_end_inside_a_foreign_capture_do_not_break_it(end):
         assert torch.equal(result, torch.full_like(result, 11.0))
 
 
+def outcome(program):
+    """How a program ends, and what it prints, but that the compiled part may be missing."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # of forks among threads
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    said = [line for line in done.stderr.splitlines() if "goes without its compiled part" not in line]
+    return done.returncode, done.stdout, "\n".join(said)
+
+
 @gpu
 @pytest.mark.parametrize("closed", [False, True], ids=["left open", "closed"])
 def test_the_process_ends_with_replays_in_flight(closed):
@@ -186,8 +194,7 @@ with torch.no_grad():
 {"graphed.close()" if closed else ""}
 print("done")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert outcome(program) == (0, "done\n", "")
 
 
 @gpu
@@ -209,9 +216,7 @@ with torch.no_grad():
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     print(graphed(x=x).sum().item(), graphed.stats()["replays"])
 """
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # of forks among threads
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n16.0 2\n", "")
+    assert outcome(program) == (0, "7\n16.0 2\n", "")
 
 
 @gpu
@@ -231,5 +236,4 @@ thread.start()
 thread.join()
 first()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "12.0\n12.0\n", "")
+    assert outcome(program) == (0, "12.0\n12.0\n", "")
