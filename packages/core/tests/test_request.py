@@ -1,7 +1,6 @@
 """Keys: equal exactly where every part is; and how often this process was forked."""
 
 import gc
-import os
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ from graphreplay.capture import quiet_capture
 from graphreplay.request import Key, variant_key
 from graphreplay.signature import Signature, flatten
 from graphreplay.state import forks
+from graphreplay.testing.contract_twin import in_child
 
 AMBIENT = (False, True, None, None, torch.float32)
 
@@ -107,19 +107,6 @@ def test_a_key_is_hashed_once():
 def test_what_is_new_in_a_key(other, news):
     assert news in key(**OTHERS[other]).news_since(key(), Ambient("cpu"))
     assert key().news_since(key(), Ambient("cpu")) == "its graph was evicted or dropped"
-
-
-def in_child(body):
-    """The exit code of a child that runs ``body``: 0 if it did without an error."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            body()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the process has threads

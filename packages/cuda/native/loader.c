@@ -24,8 +24,7 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Loader *self = (Loader *)PyType_GenericAlloc(type, 0);
     if (!self)
         return NULL;
-    Py_INCREF(table);
-    self->table = table;
+    self->table = Py_NewRef(table);
     self->sizes = (uint64_t *)(uintptr_t)sizes;
     self->sources = (uint64_t *)(uintptr_t)sources;
     self->targets = (uint64_t *)(uintptr_t)targets;
@@ -44,6 +43,11 @@ static void dealloc(PyObject *self)
     Py_DECREF(((Loader *)self)->table);
     PyObject_Free(self);
     Py_DECREF(type);
+}
+
+static PyObject *item_of(PyObject *sequence, Py_ssize_t position)
+{
+    return PyList_Check(sequence) ? PyList_GetItem(sequence, position) : PyTuple_GetItem(sequence, position);
 }
 
 /* Fills in the addresses of tensors; sizes, if given, are those that need memory. Returns 1 if one of them has none. */
@@ -98,7 +102,8 @@ static PyObject *load(PyObject *object, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     {"load", (PyCFunction)(void (*)(void))load, METH_FASTCALL,
      "load(inputs, outputs): sets the table for these lists or tuples of tensors, outputs nowhere if empty. Returns the "
-     "driver's status, 0 for success; or -1, with nothing told to it, though the table is half filled, if an input whose size is not 0 has no memory."},
+     "driver's status, 0 for success; or -1, with nothing told to it, though the table is half filled, if an input whose "
+     "size is not 0 has no memory."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -111,10 +116,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {"graphreplay_cuda._native.Loader", sizeof(Loader), 0, Py_TPFLAGS_DEFAULT, slots};
-
-int add_loader(PyObject *module)
-{
-    PyObject *type = PyType_FromSpec(&spec);
-    return type ? PyModule_AddObject(module, "Loader", type) : -1;
-}
+PyType_Spec loader_spec = {"graphreplay_cuda._native.Loader", sizeof(Loader), 0, Py_TPFLAGS_DEFAULT, slots};

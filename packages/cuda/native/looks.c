@@ -201,12 +201,6 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {
+PyType_Spec looks_spec = {
     "graphreplay_cuda._native.Looks", sizeof(Looks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
 };
-
-int add_looks(PyObject *module)
-{
-    PyObject *type = PyType_FromSpec(&spec);
-    return type ? PyModule_AddObject(module, "Looks", type) : -1;
-}

@@ -36,11 +36,6 @@ int address_of(PyObject *tensor, uint64_t *address)
     return 0;
 }
 
-PyObject *item_of(PyObject *sequence, Py_ssize_t position)
-{
-    return PyList_Check(sequence) ? PyList_GetItem(sequence, position) : PyTuple_GetItem(sequence, position);
-}
-
 static PyObject *bind(PyObject *module, PyObject *args)
 {
     PyObject *functions, *base;
@@ -99,11 +94,15 @@ static PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
+    PyType_Spec *specs[] = {&looks_spec, &sight_spec, &loader_spec};
     PyObject *module = PyModule_Create(&definition);
-    if (module && (add_looks(module) || add_sight(module) || add_loader(module) ||
-                   PyModule_AddIntMacro(module, INTERFACE))) {
-        Py_DECREF(module);
-        return NULL;
+    int failed = !module || PyModule_AddIntMacro(module, INTERFACE);
+    for (size_t i = 0; !failed && i < sizeof specs / sizeof *specs; i++) {
+        PyObject *type = PyType_FromSpec(specs[i]);
+        failed = !type || PyModule_AddType(module, (PyTypeObject *)type);
+        Py_XDECREF(type);
     }
+    if (failed)
+        Py_CLEAR(module);
     return module;
 }

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Goes up, here and in native.py, with each change of what this part takes, or does: an older build may lie about. */
-#define INTERFACE 4
+#define INTERFACE 5
 
 /* Functions of AOTInductor's C interface, which torch keeps stable, in the order in which native.py names them. A handle
  * is the address of an at::Tensor; 0 means success. */
@@ -36,13 +36,8 @@ uint64_t keys_of(void *handle);
  * is no tensor, or one without a storage, as sparse ones are. */
 int address_of(PyObject *tensor, uint64_t *address);
 
-/* An item of a list or tuple, borrowed. */
-PyObject *item_of(PyObject *sequence, Py_ssize_t position);
-
-/* Adds a type to the module. */
-int add_looks(PyObject *module);
-int add_sight(PyObject *module);
-int add_loader(PyObject *module);
+/* The types of the module. */
+extern PyType_Spec looks_spec, sight_spec, loader_spec;
 
 /* Watching dicts, from Python 3.12 on; see watched.c. The first names the functions of CPython for it, and the others
  * set a flag once a dict changes, as long as that is watched. Those that return -1 have set an exception. */

@@ -160,12 +160,6 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {
+PyType_Spec sight_spec = {
     "graphreplay_cuda._native.Sight", sizeof(Sight), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
 };
-
-int add_sight(PyObject *module)
-{
-    PyObject *type = PyType_FromSpec(&spec);
-    return type ? PyModule_AddObject(module, "Sight", type) : -1;
-}

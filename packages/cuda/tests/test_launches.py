@@ -1,12 +1,12 @@
 """The order of launches, without a GPU: streams are numbers here."""
 
-import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from graphreplay.testing.contract_twin import in_child
 from graphreplay_cuda import CUDAGraphedForward, driver, launches, streams
 from graphreplay_cuda.errors import GraphStateError
 from graphreplay_cuda.launches import Launches
@@ -106,10 +106,11 @@ def test_a_child_of_a_fork_finds_the_lock_free():
     holder.start()
     holding.wait()
     try:
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if order.lock.acquire(timeout=5) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def child():
+            assert order.lock.acquire(timeout=5)
+
+        assert in_child(child) == 0
         assert not order.lock.acquire(blocking=False)
     finally:
         done.set()

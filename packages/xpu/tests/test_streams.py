@@ -1,7 +1,6 @@
 """Streams, turns, and the freeing of graphs, on the emulated torch.xpu."""
 
 import gc
-import os
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ from xpu_calls import X, on_streams, wrap
 from xpu_emulation import Stream, XPUGraph
 
 from graphreplay.testing import zoo
+from graphreplay.testing.contract_twin import in_child
 from graphreplay_xpu import capture as capturing
 from graphreplay_xpu.capture import capture
 from graphreplay_xpu.pools import PoolMemory, PoolState, one_at_a_time
@@ -452,13 +452,12 @@ def test_graphs_of_a_pool_share_its_memory(machine):
 def test_a_forked_child_keeps_its_graphs(machine, kept):
     graphed = wrap()
     on_streams(graphed)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            del graphed
-            code = 0 if len(kept) == 1 and machine.synced == 0 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child():
+        nonlocal graphed
+        del graphed
+        assert len(kept) == 1
+        assert machine.synced == 0
+
+    assert in_child(child) == 0
     assert kept == []

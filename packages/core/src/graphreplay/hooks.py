@@ -25,8 +25,10 @@ class BackendHooks:
     pool: GraphPool
 
     looks_of: LooksOf = staticmethod(looks_of)
+    """How to tell soon whether tensors look like others."""
+
     sight_of: SightOf = staticmethod(sight_of)
-    """How to tell soon what tensors look like, and whether a module is as it was."""
+    """How to tell soon whether a module is as it was."""
 
     captures_run: bool = False
     """Whether ``_capture_graph`` computes, and runs collectives, while it captures."""

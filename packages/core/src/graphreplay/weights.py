@@ -141,8 +141,6 @@ class ModuleWatch:
         """What changed since this watch began, or None. Every call asks, so it loops in C where it can."""
         if self.is_untouched():
             return None
-        # Before the look, so that what another thread changes behind it is noticed by the next one.
-        lasts, orders = self._sight_now(), list(map(tuple, self._ordered))
         places = places_of(self._tensors)
         if places != self._places:
             rows = zip(self._names, zip(*places, strict=True), zip(*self._places, strict=True), strict=True)
@@ -163,7 +161,7 @@ class ModuleWatch:
         for held in self._holdings:
             if not held.lasts():
                 return f"{held.path} of the module is something other than at capture"
-        self._lasts, self._orders = lasts, orders
+        self._lasts, self._orders = self._sight_now(), list(map(tuple, self._ordered))
         return None
 
     def is_untouched(self) -> bool:

@@ -137,7 +137,7 @@ _copy_nodes: weakref.WeakSet[CopyNode] = weakref.WeakSet()
 
 class CopyNode:
     """The stage kernel at the root of one graph, and the one at its end if that hands outputs out. Adding them
-    instantiates the graph again.
+    instantiates the graph, again if it was.
 
     Args:
         in_flight: whether launches of the graph may be.

@@ -1,6 +1,6 @@
 """The compiled part of this package: what is asked of every tensor and dict in each call, asked in C.
 
-It works with any torch and any CPython from 3.11 on, since it finds out here what it has to know of them, and tries
+It is built for no one torch, nor one CPython from 3.11 on, but finds out here what it has to know of them, and tries
 that. Where it cannot be had (no compiler when the package was built, a free-threaded Python, a torch that holds its
 tensors otherwise), calls take longer and return the same. All of it is for 64 bits.
 """
@@ -22,7 +22,7 @@ from graphreplay import looks
 from graphreplay.stats import logger
 from graphreplay.tree import TENSOR_TYPES
 
-INTERFACE = 4
+INTERFACE = 5
 """Of native.h: goes up there and here with each change of what the compiled part takes, or does."""
 
 _FUNCTIONS = ("data_ptr", "storage_size", "dtype", "device_type", "device_index", "dim", "sizes", "strides")
@@ -59,6 +59,7 @@ def _bind() -> str | None:
 
 
 def _bind_tensors() -> str | None:
+    """Tells it how to read tensors; returns why it cannot, or None."""
     library = ctypes.CDLL(torch._C.__file__)  # and what it is linked to
     functions = tuple(_address(getattr(library, f"aoti_torch_get_{name}")) for name in _FUNCTIONS)
     base: Any = torch._C.TensorBase

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import threading
 import warnings
@@ -26,7 +25,7 @@ from torch import Tensor
 
 import graphreplay
 from graphreplay.testing import zoo
-from graphreplay.testing.contract_twin import ContractBase, assert_same
+from graphreplay.testing.contract_twin import ContractBase, assert_same, in_child
 
 
 class _NoticedLock:
@@ -94,16 +93,12 @@ class LifeContract(ContractBase):
         graphed = self.wrap(lambda *, x: x + 1)
         x = self.x()
         graphed(x=x)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
+
+        def child() -> None:
+            with pytest.raises(graphreplay.ForkedError):
                 graphed(x=x)
-            except graphreplay.ForkedError:
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        assert in_child(child) == 0
         assert_same(graphed(x=x), x + 1)
         assert graphed.stats()["replays"] == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
@@ -46,6 +47,19 @@ def assert_same(actual: Any, expected: Any, where: str = "output") -> None:
         return
     for name, a, e in pairs:
         assert_same(a, e, where + name)
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """The exit code of a forked child that runs ``body``: 0 if it did without an error."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def generator_states(device: str) -> list[Tensor]:
